@@ -26,7 +26,7 @@ from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.extras.extra import COMPUTED
+from meshlm.workers.rows.step_columns import COMPUTED
 
 pytestmark = pytest.mark.model
 EOS, ROW = 2, np.array([0], np.int32)

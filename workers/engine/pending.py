@@ -17,7 +17,8 @@ from meshlm.protocol.edges.step import RowFailed, StepResult
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.output.logprobs import Details, columns_by_place
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.extra import COMPUTED, Mark, StepExtra, with_findings
+from meshlm.workers.rows.extras.extra import StepExtra, with_findings
+from meshlm.workers.rows.step_columns import COMPUTED, Mark
 
 NO_TOKEN = RowFailed(
     "no token is left: what the request allows, bans and forbids to end (min_tokens) leaves none that may come"

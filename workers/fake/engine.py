@@ -33,8 +33,8 @@ from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, column
 from meshlm.workers.output.grammars import Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
-from meshlm.workers.rows.extras.extra import COMPUTED, with_findings
-from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.extras.extra import with_findings
+from meshlm.workers.rows.step_columns import COMPUTED, StepColumns
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool

@@ -21,8 +21,8 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.output.matchers import RowBegins, Turn
 from meshlm.workers.rows.changes import I32, I64
-from meshlm.workers.rows.extras.extra import Mark, MaskTaker, RowExtra, StepExtra, StepFindings
-from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.extras.extra import MaskTaker, RowExtra, StepExtra, StepFindings
+from meshlm.workers.rows.step_columns import Mark, StepColumns
 
 if TYPE_CHECKING:
     from meshlm.workers.output.mask_process import MaskProcess

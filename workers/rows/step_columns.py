@@ -12,6 +12,25 @@ if TYPE_CHECKING:
 from typing import NamedTuple
 
 
+class Mark:
+    """A point in what was launched: all before it is computed when it is reached. This one is a device's that computes in step; a GPU
+    has events."""
+
+    def synchronize(self) -> None:
+        """Wait until it is reached."""
+
+    def query(self) -> bool:
+        """Whether it is reached."""
+        return True
+
+    def elapsed_time(self, end: "Mark") -> float:
+        """Milliseconds on the device from here to there; 0: the host's clock says it (StepResult.gpu_ns)."""
+        return 0.0
+
+
+COMPUTED = Mark()
+
+
 class Contexts(NamedTuple):
     """What a step's requests see."""
 

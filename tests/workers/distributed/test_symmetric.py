@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.distributed import symmetric
+from meshlm.workers.distributed.communicator import Distributed
 from meshlm.workers.distributed.shard import Shard
 
 SIZE, LIMIT_S = 2, 20
@@ -83,6 +84,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
         found.sum("two-shot", workspace, out)
 
     monkeypatch.setattr(symmetric.Symmetric, "_shared", shared)
+    monkeypatch.setattr(Distributed, "all_reduce", lambda self, x: Plain(found, self._shard.tp_rank).all_reduce(x))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", one_shot)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", two_shot)

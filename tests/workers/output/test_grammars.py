@@ -24,7 +24,7 @@ from meshlm.runtime.vocabulary import CHARACTER, Vocabulary
 from meshlm.workers.output import grammars as of_rows
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.extras.extra import COMPUTED, Mark
+from meshlm.workers.rows.step_columns import COMPUTED, Mark
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152 + 8, 2  # eight lines of logits without a token

@@ -32,7 +32,7 @@ from meshlm.workers.output.grammars import Grammars, MatchersLost
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.extras.extra import COMPUTED
+from meshlm.workers.rows.step_columns import COMPUTED
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152, 2

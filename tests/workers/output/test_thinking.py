@@ -22,7 +22,7 @@ from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.grammars import Grammars
 from meshlm.workers.output.matchers import MAX_UNSURE, Matchers, Reasoning
-from meshlm.workers.rows.extras.extra import COMPUTED
+from meshlm.workers.rows.step_columns import COMPUTED
 
 pytestmark = pytest.mark.model
 VOCAB, EOS, PROMPT = 49152, 2, [5, 6, 7]

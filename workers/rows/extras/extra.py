@@ -16,28 +16,9 @@ from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extra_kind import ExtraKind
 from meshlm.protocol.extras import find_extra
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.step_columns import Mark, StepColumns
 
 States = TypeVar("States")  # of a step's tokens: hidden states in a tensor, or what the fake model has
-
-
-class Mark:
-    """A point in what was launched: all before it is computed when it is reached. This one is a device's that computes in step; a GPU
-    has events."""
-
-    def synchronize(self) -> None:
-        """Wait until it is reached."""
-
-    def query(self) -> bool:
-        """Whether it is reached."""
-        return True
-
-    def elapsed_time(self, end: "Mark") -> float:
-        """Milliseconds on the device from here to there; 0: the host's clock says it (StepResult.gpu_ns)."""
-        return 0.0
-
-
-COMPUTED = Mark()
 
 
 class MaskTaker(Protocol):
