@@ -4,6 +4,7 @@ Called by routes.py.
 """
 
 import asyncio
+import contextlib
 import gzip
 import hashlib
 from functools import cache
@@ -92,21 +93,15 @@ class DashboardRoutes:
         parameters=(_EVERY,),
     )
     async def events(self, request: Request) -> HttpResponse:
-        every = request.query_params.get("every")
-        every_s = 0.0 if every is None else _every(every)
+        every_s = 0.0
+        if (every := request.query_params.get("every")) is not None:
+            with contextlib.suppress(ValueError):
+                every_s = float(every)
+            if not PERIOD_S <= every_s <= MAX_EVERY_S:
+                raise HttpError(400, f"every: seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}", "every")
         if request.method == "HEAD":
             return HttpResponse(media_type=EVENTS, headers=HEADERS)
         return _EventStream(self._shown.feed, self._shown.feed.join(every_s))
-
-
-def _every(text: str) -> float:
-    try:
-        every_s = float(text)
-    except ValueError:
-        every_s = 0.0
-    if not PERIOD_S <= every_s <= MAX_EVERY_S:
-        raise HttpError(400, f"every: seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}", "every")
-    return every_s
 
 
 class _EventStream(HttpResponse):

@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -189,19 +190,16 @@ def _stop_listening(server: Server, listener: socket.socket) -> None:
     for one in server.servers:
         one.close()
     loop = asyncio.get_running_loop()
+    protocol = partial(MeshProtocol, server.config, server.server_state, server.lifespan.state)
     waiting.setblocking(False)
     with waiting, contextlib.suppress(BlockingIOError):
         while True:
             connection, _ = waiting.accept()
             connection.setblocking(False)
-            taking = loop.connect_accepted_socket(lambda: _protocol(server), connection, ssl=server.config.ssl)
+            taking = loop.connect_accepted_socket(protocol, connection, ssl=server.config.ssl)
             task = loop.create_task(taking)
             server.server_state.tasks.add(task)  # type: ignore[arg-type]
             task.add_done_callback(server.server_state.tasks.discard)
-
-
-def _protocol(server: Server) -> MeshProtocol:
-    return MeshProtocol(server.config, server.server_state, server.lifespan.state)
 
 
 def make_server(app: Any, timeouts: Timeouts, unsent: ByteBudget, context: ssl.SSLContext | None = None) -> Server:

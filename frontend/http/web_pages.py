@@ -53,7 +53,10 @@ class WebPages:
         self._asks = not server.has_api_keys
         self._asks_host = not server.ssl_certfile  # a browser trusts no certificate but of the name that its page has
         self._origins = frozenset(server.cors_origins)
-        self._hosts, self._is_local = own_names(server), server.is_local
+        # The address that is listened on, this machine's names, and --allowed-hosts.
+        self._hosts = {*map(str.lower, server.allowed_hosts), server.address.lower(), *machine_names()}
+        self._domains = tuple(name for name in self._hosts if name.startswith("."))
+        self._is_local = server.is_local
 
     def check(self, scope: Scope) -> None:
         """HttpError for what a web page may have sent."""
@@ -74,7 +77,7 @@ class WebPages:
         if not self._is_of_this_site(scope["method"], headers):
             origin = headers.get("origin") or f"Sec-Fetch-Site: {headers.get('sec-fetch-site')}"
             raise HttpError(403, OTHER_SITE.format(origin=origin[:MAX_SHOWN]), kind="permission_error")
-        if _has_body(headers):
+        if "transfer-encoding" in headers or headers.get("content-length", "0") not in ("0", ""):  # it has a body
             takes = (FORM, JSON) if scope["path"] in self._paths.forms else (JSON,)
             given = headers.get("content-type", "").partition(";")[0].strip().lower()
             if given not in takes and not (given.startswith("application/") and given.endswith("+json")):
@@ -83,11 +86,7 @@ class WebPages:
     def _is_own(self, authority: str) -> bool:
         """Whether this Host is a name of this host, or one that no page on the web can have."""
         name = _name(authority)
-        if (
-            name in self._hosts
-            or "*" in self._hosts
-            or any(name.endswith(one) for one in self._hosts if one[:1] == ".")
-        ):
+        if name in self._hosts or "*" in self._hosts or name.endswith(self._domains):
             return True
         try:
             address = ipaddress.ip_address(name)
@@ -106,16 +105,14 @@ class WebPages:
             return True
         if origin is not None:
             scheme, _, authority = origin.lower().partition("://")  # of `null` nothing
-            return bool(authority) and _same(authority, headers.get("host", "").lower(), scheme)
+            port = {"http": ":80", "https": ":443"}.get(scheme, "")  # it may be left out
+            return bool(authority) and authority.removesuffix(port) == headers.get("host", "").lower().removesuffix(
+                port
+            )
         if site in (None, "none"):  # no browser, or its user
             return True
         goes_there = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
         return goes_there and method in ("GET", "HEAD")  # a link was followed: the page that has it sees nothing
-
-
-def own_names(server: ServerConfig) -> frozenset[str]:
-    """The address that is listened on, this machine's names, and --allowed-hosts."""
-    return frozenset((*(name.lower() for name in server.allowed_hosts), server.address.lower(), *machine_names()))
 
 
 @cache
@@ -136,10 +133,6 @@ def _aliases(name: str, hosts: Path) -> Iterator[str]:
             yield from names
 
 
-def _has_body(headers: Headers) -> bool:
-    return "transfer-encoding" in headers or headers.get("content-length", "0") not in ("0", "")
-
-
 def _name(authority: str) -> str:
     """Host without its port: `[::1]:80` is ::1."""
     text = authority.strip().lower()
@@ -147,14 +140,6 @@ def _name(authority: str) -> str:
         return text[1:].partition("]")[0]
     return text.partition(":")[0].removesuffix(".")
 
-
-def _same(authority: str, host: str, scheme: str) -> bool:
-    """Whether the two name one port of one host: that of the scheme may be left out."""
-    port = {"http": ":80", "https": ":443"}.get(scheme, "")
-    return authority.removesuffix(port) == host.removesuffix(port)
-
-
-# --- what a browser may do with what this server sends: with data nothing, with a page what it names ---
 
 # Of data and files that are no page; a page has a policy of its own.
 HEADERS = {

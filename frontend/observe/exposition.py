@@ -32,7 +32,12 @@ Labels = tuple[tuple[str, str], ...]
 
 def exposition(stats: MeshStats | None = None, model: str = "") -> bytes:
     """The metrics of all frontends, or of this one where nothing is shared, and of the processes that `stats` tells of."""
-    own = _SHARED.text() if "PROMETHEUS_MULTIPROC_DIR" in os.environ else _alone()
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        own = _SHARED.text()
+    else:
+        registry = CollectorRegistry()
+        registry.register(_Summed(REGISTRY))
+        own = generate_latest(registry)
     return own + "".join(_of_processes(stats, model)).encode() if stats is not None else own
 
 
@@ -71,19 +76,13 @@ class _Family:
         self.buckets: dict[Labels, dict[float, int]] = {}
 
 
-class _File:
-    """One process's file of one kind of metric: where the values are, as long as it has the same keys."""
-
-    def __init__(self) -> None:
-        self.used, self.at = 0, list[tuple[int, int]]()  # position in the file, place in `values`
-
-
 class SharedMetrics:
     """The frontends' files. Keys are read once: only values change."""
 
     def __init__(self) -> None:
         self._folder = ""
-        self._files: dict[Path, _File] = {}
+        # By process and kind of metric, as long as the file has the same keys: its length, and positions in it with places in `values`.
+        self._files: dict[Path, tuple[int, list[tuple[int, int]]]] = {}
         self._places: dict[tuple[bool, str], int] = {}  # by key; gauges apart
         self._families: dict[str, _Family] = {}
 
@@ -100,16 +99,16 @@ class SharedMetrics:
 
     def _learn(self, path: Path, data: bytes) -> None:
         """Notes where the keys of this file are, if it has new ones."""
-        file = self._files.setdefault(path, _File())
         (used,) = struct.unpack_from("i", data)
-        if used == file.used:
+        if path in self._files and self._files[path][0] == used:
             return
-        file.used, kind = used, path.name.partition("_")[0]
-        file.at = [
+        kind = path.name.partition("_")[0]
+        at = [
             (pos, self._place(kind, key))
             for key, _, _, pos in MmapedDict.read_all_values_from_file(str(path))  # type: ignore[no-untyped-call]
             if pos + 16 <= len(data)
         ]
+        self._files[path] = used, at
 
     def _place(self, kind: str, key: str) -> int:
         if (known := self._places.get((kind == "gauge", key))) is not None:
@@ -132,7 +131,7 @@ class SharedMetrics:
         values, newest = [0.0] * len(self._places), [-1.0] * len(self._places)
         for path, data in found:
             newest_counts = path.name.startswith("gauge")
-            for position, place in self._files[path].at:
+            for position, place in self._files[path][1]:
                 value, timestamp = _two_doubles(data, position)
                 if not newest_counts:
                     values[place] += value
@@ -192,12 +191,6 @@ def _of_table(table: Mapping[str, counts.Metric], processes: list[tuple[Labels, 
 
 
 # --- one frontend alone ---
-
-
-def _alone() -> bytes:
-    registry = CollectorRegistry()
-    registry.register(_Summed(REGISTRY))
-    return generate_latest(registry)
 
 
 class _Summed(Collector):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -78,24 +79,15 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
             "seed": config.model.seed,
         },
         "cache_config": {
-            "block_size": cache.block_size,
-            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            **_named(cache, "block_size", "gpu_memory_utilization", "enable_prefix_caching", "num_gpu_blocks_override"),
             "cache_dtype": cache.kv_cache_dtype,
-            "enable_prefix_caching": cache.enable_prefix_caching,
-            "num_gpu_blocks_override": cache.num_gpu_blocks_override,
         },
         "parallel_config": {
-            "tensor_parallel_size": parallel.tensor_parallel_size,
-            "pipeline_parallel_size": parallel.pipeline_parallel_size,
-            "data_parallel_size": parallel.data_parallel_size,
-            "nnodes": parallel.nnodes,
-            "enable_expert_parallel": config.experts.enable_expert_parallel,
-            "enable_eplb": config.experts.enable_eplb,
-            "all2all_backend": config.experts.all2all_backend,
+            **_named(parallel, "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"),
+            **_named(config.experts, "enable_expert_parallel", "enable_eplb", "all2all_backend"),
         },
         "scheduler_config": {
-            "max_num_seqs": resolved.max_num_seqs,
-            "max_num_batched_tokens": resolved.max_num_batched_tokens,
+            **_named(resolved, "max_num_seqs", "max_num_batched_tokens"),
             "enable_chunked_prefill": scheduler.enable_chunked_prefill,
             "policy": scheduler.scheduling_policy,
             "async_scheduling": scheduler.async_depth > 1,
@@ -105,6 +97,10 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
         "device_config": {"device": resolved.device, "device_type": resolved.device},
         **dict.fromkeys(NOT_THERE),
     }
+
+
+def _named(settings: Struct, *names: str) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in names}
 
 
 def tokenizer(resolved: Resolved) -> dict[str, Any]:

@@ -59,14 +59,18 @@ def make(argument: bytes) -> Handle:
 def decode(data: bytes, max_seconds: float) -> Samples:
     """The file's first audio stream as float32[n], one channel at SAMPLE_RATE. HttpError for a file without samples, with samples that
     are no finite numbers, or longer than `max_seconds`."""
-    av = _library()
+    try:
+        import av
+    except ImportError:
+        raise not_installed("PyAV (av)") from None
     try:
         with av.open(io.BytesIO(data), options=OPTIONS, metadata_errors="ignore") as container:
             found = list(_Decoding(av, container, max_seconds).samples())
     except (av.FFmpegError, ValueError) as error:
         if getattr(error, "errno", 0) == errno.ENOMEM:
             raise MemoryError from None
-        raise _refused(f"this is no audio file that can be read ({_shown(error)}); {TAKEN}") from None
+        reason = getattr(error, "strerror", "") or error  # without the number and the name that FFmpeg gives it
+        raise _refused(f"this is no audio file that can be read ({reason}); {TAKEN}") from None
     samples = np.concatenate(found) if found else np.zeros(0, np.float32)
     if not len(samples):
         raise _refused("there is no audio in this file")
@@ -142,28 +146,12 @@ class _Decoding:
         raise _refused(f"this audio is longer than {self._max_seconds:g} seconds (--max-audio-seconds)")
 
 
-def _library() -> Any:
-    try:
-        import av
-    except ImportError:
-        raise not_installed("PyAV (av)") from None
-    return av
-
-
 def _refused(text: str) -> HttpError:
     return HttpError(400, f"file: {text}", "file")
 
 
-def _shown(error: Exception) -> str:
-    """The reason without the number and the name that FFmpeg gives it."""
-    return getattr(error, "strerror", "") or str(error)
-
-
-# --- where an audio clip that is too long for the encoder is cut ---
-
-
 def ranges(samples: Samples, seconds: int) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of the samples of each chunk, of `seconds` at most; together they are all samples."""
+    """Where an audio clip that is too long for the encoder is cut: first and last + 1 of the samples of each chunk of `seconds`."""
     longest, begin = seconds * SAMPLE_RATE, 0
     while len(samples) - begin > longest:
         latest = begin + longest

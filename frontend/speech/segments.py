@@ -31,29 +31,25 @@ class Segment(NamedTuple):
         return len(data) / len(zlib.compress(data))
 
 
-class _Open:
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.token_ids: list[int] = []
-        self.logprob = 0.0
-
-
 def segments_of(
     positions: Sequence[PositionLogprobs], text: str, zero: int, ends: Sequence[int], begin_s: float, length_s: float
 ) -> list[Segment]:
     """The segments of a chunk that begins at `begin_s` of the audio and takes `length_s`; without any time there is one, as long as the
     chunk. `positions` and `text` are its output's; `zero` is the token of 0.00 s, `ends` are tokens that end a text."""
     found: list[Segment] = []
-    open_, since, at = _Open(), 0.0, 0
+    texts, token_ids, logprob = list[str](), list[int](), 0.0  # of the segment that is being read
+    since, at = 0.0, 0
 
     def close(until: float) -> None:
-        nonlocal open_, since
-        said, until = "".join(open_.texts), max(since, min(until, length_s))
+        nonlocal since, logprob
+        said, until = "".join(texts), max(since, min(until, length_s))
         if said.strip():
-            mean = max(LEAST_LOGPROB, open_.logprob / len(open_.token_ids))
+            mean = max(LEAST_LOGPROB, logprob / len(token_ids))
             times = (round(begin_s + since, 2), round(begin_s + until, 2))
-            found.append(Segment(*times, said, tuple(open_.token_ids), mean, begin_s))
-        open_, since = _Open(), until
+            found.append(Segment(*times, said, tuple(token_ids), mean, begin_s))
+        texts.clear()
+        token_ids.clear()
+        since, logprob = until, 0.0
 
     for position in positions:
         token = position.token.token_id
@@ -61,14 +57,14 @@ def segments_of(
         if token in ends:
             continue
         if token < zero:
-            open_.texts.append(said)
-            open_.token_ids.append(token)
-            open_.logprob += position.token.logprob
-        elif open_.token_ids:
+            texts.append(said)
+            token_ids.append(token)
+            logprob += position.token.logprob
+        elif token_ids:
             close((token - zero) * TICK_S)
         else:
             since = max(since, min((token - zero) * TICK_S, length_s))
-    if open_.token_ids:
+    if token_ids:
         close(length_s)
     return found
 
