@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -116,7 +116,9 @@ class Feed:
             self._ended.take_fresh(), self._others.take_fresh()  # they are in /dashboard/history
             for task in self._tasks:
                 task.cancel()
-            self._begin(self._make())
+            task = asyncio.ensure_future(self._make())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
@@ -192,18 +194,9 @@ class Feed:
 
     # --- while somebody watches ---
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    @property
-    def _is_watched(self) -> bool:
-        return bool(self._watchers) and not self._closed
-
     async def _make(self) -> None:
         asked_at = others_at = 0.0
-        while self._is_watched:
+        while self._watchers and not self._closed:
             now = time.monotonic()
             if not self._source.figures.now.serving:  # the coordinator says it at once
                 self._settled_at = now + SETTLES_S

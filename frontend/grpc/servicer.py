@@ -1,5 +1,5 @@
 """The methods of vllm.grpc.engine.VllmEngine. A call is submitted to the mesh as an HTTP request is (submits.py); HttpErrors
-become gRPC's statuses in incoming.py. Made by listener.py."""
+become gRPC's statuses in listener.py."""
 
 import asyncio
 import contextlib

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.connection import EXTENSION
-from meshlm.frontend.http.errors import HttpError, is_anthropic, why_not_served
+from meshlm.frontend.http.errors import NOT_SERVED, HttpError, is_anthropic
 from meshlm.frontend.requests import retry
 from meshlm.frontend.routes.operation import Paths
 from meshlm.protocol.edges.control import MeshStats
@@ -50,7 +50,7 @@ def plain_error(request: Request, error: Exception) -> Response:
         else "there is no such path"
     )
     kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
-    if error.status_code == 404 and (why := why_not_served(request.url.path)):
+    if error.status_code == 404 and (why := NOT_SERVED.get(request.url.path)):
         text += f": {why}"
     return _refusal(HttpError(error.status_code, text, kind=kind), request.url.path, dict(error.headers or {}))
 

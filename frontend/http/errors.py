@@ -103,13 +103,6 @@ _PATHS_NOT_SERVED = {
     "the server was started with --disable-fastapi-docs": "/docs /redoc /openapi.json",
 }
 NOT_SERVED = {path: why for why, paths in _PATHS_NOT_SERVED.items() for path in paths.split()}
-
-
-def why_not_served(path: str) -> str:
-    """Says why a path that vLLM has is not served here; empty for a path that nobody has."""
-    return NOT_SERVED.get(path, "")
-
-
 ANTHROPIC = "/v1/messages"
 _ANTHROPIC_TYPES = {
     401: "authentication_error",

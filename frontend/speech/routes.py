@@ -22,7 +22,7 @@ from meshlm.frontend.requests.generation import Backend, Form, Generation
 from meshlm.frontend.requests.poison import name_of
 from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
-from meshlm.frontend.speech import form, parse, schema
+from meshlm.frontend.speech import parse, schema
 from meshlm.frontend.speech.answers import SpeechResponse, SpeechStream
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
 from meshlm.frontend.speech.parse import Transcription
@@ -90,7 +90,7 @@ class SpeechRoutes:
             )
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
-                raise HttpError(error.status, error.message, form.FILE, error.kind) from None
+                raise HttpError(error.status, error.message, parse.FILE, error.kind) from None
             raise
 
     async def _with_language(
@@ -106,7 +106,7 @@ class SpeechRoutes:
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
         """What the body asks for. It changes nothing here."""
         resolved, server = self._backend.resolved, self._backend.config.server
-        fields = form.fields_of(form.read(request.headers.get("content-type", ""), raw), LISTS)
+        fields = parse.fields_of(parse.read_form(request.headers.get("content-type", ""), raw), LISTS)
         check_last_id(request.headers.get(retry.LAST_ID, ""))
         idempotency_key = self._reader.idempotency_key(request, _identity(fields))
         body, unknown = parse.body_of(fields, task)
@@ -114,15 +114,15 @@ class SpeechRoutes:
         transcription = parse.transcription_of(body, task, resolved)
         if len(body.file) > server.max_audio_bytes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"
-            raise HttpError(413, text, form.FILE)
+            raise HttpError(413, text, parse.FILE)
         transcription.cut(self._decoder.decode(body.file))
         return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, idempotency_key)
 
 
 def _identity(fields: dict[str, Any]) -> bytes:
     """The request as JSON, for telling it from others: with the file's digest, and without what only divides the parts of the body."""
-    file = fields.get(form.FILE, b"")
-    return msgspec.json.encode({**fields, form.FILE: hashlib.sha256(file).hexdigest()})
+    file = fields.get(parse.FILE, b"")
+    return msgspec.json.encode({**fields, parse.FILE: hashlib.sha256(file).hexdigest()})
 
 
 async def find_language(

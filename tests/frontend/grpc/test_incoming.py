@@ -16,9 +16,8 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 from waiting import free_port
 
-from meshlm.frontend.grpc import incoming
-from meshlm.frontend.grpc.incoming import FREE_BYTES, METHODS, Incoming, check_fields
-from meshlm.frontend.grpc.listener import GrpcListener
+from meshlm.frontend.grpc import listener as incoming
+from meshlm.frontend.grpc.listener import FREE_BYTES, METHODS, GrpcListener, Incoming, check_fields
 from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.config import ServerConfig
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshlm.detokenizer import admission, keyed
 from meshlm.detokenizer import io as detokenizer
-from meshlm.frontend.grpc import incoming
+from meshlm.frontend.grpc import listener as incoming
 from meshlm.frontend.http import bodies, budget, connection
 from meshlm.frontend.openai import limits, prompts, sampling_params, schema
 from meshlm.frontend.requests import pacing

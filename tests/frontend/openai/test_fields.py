@@ -19,7 +19,7 @@ from request_fields import (
 )
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError, why_not_served
+from meshlm.frontend.http.errors import NOT_SERVED, HttpError
 from meshlm.frontend.messages.schema import MessagesRequest
 from meshlm.frontend.openai.answer_fields import ASKS_FOR_NOTHING, GROUPS, NEEDLESS, OF_ANSWER, OF_PROMPT
 from meshlm.frontend.openai.schema import (
@@ -204,9 +204,9 @@ def test_unknown_fields_of_the_small_routes_are_told(
 def test_every_path_of_vllms_is_served_or_says_why_not() -> None:
     served_here = served(documentation=True, development=False)
     paths = {operation.path.replace("{response_id}", "resp_1") for operation in served_here}
-    assert {path for path in VLLM_PATHS - paths if not why_not_served(path)} == set()
+    assert {path for path in VLLM_PATHS - paths if path not in NOT_SERVED} == set()
     vectors = {operation.path for operation in served(documentation=True, development=False, pooling=True)}
-    assert all(why_not_served(path) for path in vectors - paths)
+    assert all(path in NOT_SERVED for path in vectors - paths)
     docs = {"/docs", "/redoc", "/openapi.json"}  # a flag takes them away
-    assert {path for path in paths & vectors if why_not_served(path)} <= docs
-    assert why_not_served("/v1/nothing") == ""
+    assert {path for path in paths & vectors if path in NOT_SERVED} <= docs
+    assert "/v1/nothing" not in NOT_SERVED

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.speech import form
+from meshlm.frontend.speech import parse as form
 
 
 def encoded(data: dict[str, str | list[str]], file: bytes = b"") -> tuple[str, bytes]:
@@ -17,7 +17,7 @@ def encoded(data: dict[str, str | list[str]], file: bytes = b"") -> tuple[str, b
 
 def test_fields_and_the_file() -> None:
     file = b"\r\n--" + bytes(range(256)) * 500
-    parts = form.read(*encoded({"model": "tiny", "prompt": "é\r\nb", "empty": "", "times[]": ["a", "b"]}, file))
+    parts = form.read_form(*encoded({"model": "tiny", "prompt": "é\r\nb", "empty": "", "times[]": ["a", "b"]}, file))
     found = form.fields_of(parts, ("times",))
     assert found == {"model": "tiny", "prompt": "é\r\nb", "times": ["a", "b"], "file": file}
     assert form.fields_of([("times", b"a")], ("times",)) == {"times": ["a"]}
@@ -25,7 +25,7 @@ def test_fields_and_the_file() -> None:
 
 def refused(content_type: str, body: bytes) -> HttpError:
     with pytest.raises(HttpError) as caught:
-        form.fields_of(form.read(content_type, body), ())
+        form.fields_of(form.read_form(content_type, body), ())
     assert caught.value.status == 400
     return caught.value
 
@@ -67,6 +67,6 @@ def test_fields_that_are_too_many_or_too_long(fields: list[tuple[str, bytes]], p
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "python_multipart.exceptions", None)
     with pytest.raises(HttpError) as caught:
-        form.read("multipart/form-data; boundary=a", b"")
+        form.read_form("multipart/form-data; boundary=a", b"")
     assert caught.value.status == 500
     assert "pip install 'av>=15' 'python-multipart>=0.0.20'" in caught.value.message
