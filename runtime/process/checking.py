@@ -1,6 +1,6 @@
 """`meshlm serve --dry-run` asks a process what it would refuse before it does its work: its module `check`, run as a program.
 
-The supervisor writes the configuration to its stdin (supervisor/cli/checks.py). The last line of its stdout says what is wrong.
+The supervisor writes the configuration to its stdin (supervisor/cli/plan.py). The last line of its stdout says what is wrong.
 """
 
 import json

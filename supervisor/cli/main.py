@@ -8,39 +8,32 @@ import importlib
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
 from meshlm import __version__
 from meshlm.runtime.process.entry import import_structlog
 from meshlm.runtime.process.streams import complain, flush, json_from_here, open_closed
-from meshlm.supervisor.cli import flag_help
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings.config_file import expand
-from meshlm.supervisor.settings.flags import settings
+from meshlm.supervisor.settings.flags import Setting, settings
 from meshlm.supervisor.settings.vllm_flags import did_you_mean, say_repeated, with_dashes, with_json
 
-COMMANDS = (
-    "serve",
-    "run_batch",
-    "launch",
-    "scale",
-    "status",
-    "top",
-    "logs",
-    "set",
-    "restart",
-    "drain",
-    "trace",
-    "bench",
-    "chat",
-    "complete",
-    "keys",
-    "doctor",
-    "tune",
-    "save_sharded_state",
-    "completion",
-    "collect_env",
-)
+COMMANDS = {  # the module of each; those of bench have a room of their own
+    "serve": "cli.serve",
+    "run_batch": "cli.run_batch",
+    "launch": "cli.launch",
+    "status": "cli.status",
+    "top": "cli.top",
+    "logs": "cli.status",
+    **dict.fromkeys(("scale", "set", "restart", "drain"), "cli.operate"),
+    "trace": "cli.trace",
+    "bench": "bench",
+    **dict.fromkeys(("chat", "complete"), "cli.terminal"),
+    "doctor": "cli.doctor",
+    **dict.fromkeys(("tune", "save_sharded_state"), "cli.offline"),
+    **dict.fromkeys(("keys", "completion", "collect_env"), "cli.machine"),
+}
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -49,11 +42,6 @@ class _OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         complain(f"{self.prog}: error: {message} (see {self.prog} --help)")
         sys.exit(2)
-
-
-def module_of(command: str) -> str:
-    """The module of a command. Benchmarks have a room of their own."""
-    return f"meshlm.supervisor.{command}" if command == "bench" else f"meshlm.supervisor.cli.{command}"
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -69,10 +57,10 @@ def run(argv: list[str]) -> int:
     try:
         typed = with_dashes(argv)
         argv = with_json(expand(typed))
-        if argv[:1] == ["serve"] and (word := flag_help.asked(argv)) is not None:
-            print("\n".join(flag_help.lines(word)))
+        if argv[:1] == ["serve"] and (word := asked_help(argv)) is not None:
+            print("\n".join(flag_help_lines(word)))
             return 0
-        argv = _with_form(flag_help.plain(argv))
+        argv = _with_form(plain_help(argv))
         if argv[:1] == ["serve"] and _wants_json(argv):
             json_from_here()
         if argv[:1] == ["serve"]:
@@ -142,11 +130,55 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument("-v", "--version", action="version", version=f"meshlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
-    for name in COMMANDS if wanted not in COMMANDS else (wanted,):
-        if name in ("serve", "run_batch", "launch", "doctor"):  # which log
+    for name in dict.fromkeys(COMMANDS.values()) if wanted not in COMMANDS else (COMMANDS[wanted],):
+        if name in ("cli.serve", "cli.run_batch", "cli.launch", "cli.doctor"):  # which log
             import_structlog()
-        module = importlib.import_module(module_of(name))
+        module = importlib.import_module(f"meshlm.supervisor.{name}")
         module.add_parser(commands)
-        if hasattr(module, "run"):  # else its own commands have one each
-            commands.choices[name.replace("_", "-")].set_defaults(run=module.run)
+        if hasattr(module, "run"):  # else each of its commands has its own
+            commands.choices[name.rpartition(".")[2].replace("_", "-")].set_defaults(run=module.run)
     return parser
+
+
+EVERYTHING = ("", "all", "page")
+GROUPS = "listgroup"
+OF_VLLM = {"frontend": "server", "loadconfig": "model", "compilationconfig": "worker", "deviceconfig": "worker"}
+"""Groups of vLLM's help that have another name here."""
+
+
+def asked_help(words: Sequence[str]) -> str | None:
+    """The WORD of --help=WORD, lower case; None without one, and where all help is wanted."""
+    found = next((word.partition("=")[2].lower() for word in words if word.startswith("--help=")), None)
+    return None if found in EVERYTHING else found
+
+
+def plain_help(words: Sequence[str]) -> list[str]:
+    """--help=all as --help."""
+    return ["--help" if word.startswith("--help=") else word for word in words]
+
+
+def flag_help_lines(word: str) -> list[str]:
+    """The lines that --help=WORD shows."""
+    every = list(settings())
+    groups = list(dict.fromkeys(setting.section for setting in every))
+    if word == GROUPS:
+        return [f"groups for --help=GROUP: {', '.join(groups)}"]
+    group = OF_VLLM.get(word, word.removesuffix("config"))  # vLLM's groups are called ModelConfig and so on
+    if group in groups:
+        return [line for setting in every if setting.section == group for line in _help_lines(setting)]
+    plain_word = word.strip("-").replace("_", "-")
+    found = [line for setting in every if plain_word in _searched(setting) for line in _help_lines(setting)]
+    return found or [f"no flag speaks of {word!r}; --help shows all, --help={GROUPS} the groups"]
+
+
+def _searched(setting: Setting) -> str:
+    return f"{setting.flag} {_description(setting)}".lower()
+
+
+def _description(setting: Setting) -> str:
+    return (setting.meta.description if setting.meta else "") or ""
+
+
+def _help_lines(setting: Setting) -> list[str]:
+    default = "" if setting.default in (None, "", (), True, False) else f" (default {setting.default})"
+    return [f"  {setting.flag}", f"      {_description(setting)}{default}"]

@@ -1,10 +1,14 @@
 """What `meshlm serve --dry-run` prints: the configuration as it was resolved, the memory, and which processes would start where.
 
-Nothing is started, and no GPU is asked for anything but its size.
+No GPU is asked for anything but its size. What processes would refuse at their start is told by a process of each kind, which ends with
+its answer: detokenizer/check.py, workers/check.py and frontend/check.py.
 """
 
+import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ from meshlm.runtime import platforms
 from meshlm.runtime.model_files.gguf_files import files_of
 from meshlm.runtime.model_files.object_store import AnyPath, folder_of
 from meshlm.runtime.process.readable import readable
+from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.processes.children import config_file, variables_of
 from meshlm.supervisor.settings import flags, placement
 
 GIB = 1 << 30
@@ -193,3 +199,39 @@ def as_json(config: MeshConfig, run_dir: Path) -> bytes:
         "run_dir": str(run_dir),
     }
     return msgspec.json.format(msgspec.json.encode(found))
+
+
+MODULES = {
+    Role.DETOKENIZER: "meshlm.detokenizer.check",
+    Role.WORKER: "meshlm.workers.check",
+    Role.FRONTEND: "meshlm.frontend.check",
+}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # what is asked for needs none
+
+
+def check(config: MeshConfig) -> None:
+    """Of a resolved configuration: StartError with the first refusal of a process of this node."""
+    roles = {identity.role for identity in placement.identities(config)}
+    if not config.server.io_processor_plugin:  # all else that a frontend needs is the supervisor's to know
+        roles.discard(Role.FRONTEND)
+    asked = {role: _ask(role, config) for role in MODULES if role in roles}
+    answers = {role: process.communicate(timeout=config.run.startup_timeout)[0] for role, process in asked.items()}
+    for role, said in answers.items():
+        if said.strip():
+            raise StartError(f"{role.value}: {json.loads(said.splitlines()[-1])['error']}")
+        if asked[role].returncode:
+            raise StartError(f"{role.value}: the process that looks what it would refuse has failed")
+
+
+def _ask(role: Role, config: MeshConfig) -> subprocess.Popen[bytes]:
+    """A process with what one of this role gets: no key of the API."""
+    descriptor = config_file(config, role)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULES[role]],
+            stdin=descriptor,
+            stdout=subprocess.PIPE,
+            env={**variables_of(role, config, os.environ, {}), **NO_GPU},
+        )
+    finally:
+        os.close(descriptor)

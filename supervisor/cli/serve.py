@@ -19,7 +19,7 @@ from meshlm.runtime import tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import io
-from meshlm.supervisor.cli import checks, plan
+from meshlm.supervisor.cli import plan
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
@@ -69,7 +69,7 @@ def dry_run(config: MeshConfig, form: str) -> int:
     else:
         print("\n".join(plan.lines(config, run_dir(config))))
     sys.stdout.flush()
-    checks.check(config)
+    plan.check(config)
     return 0
 
 

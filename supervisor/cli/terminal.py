@@ -1,5 +1,4 @@
-"""What `meshlm chat` and `meshlm complete` share: the server that is asked, and its answer as it comes. The standard library's HTTP
-client is all it needs."""
+"""`meshlm chat` and `meshlm complete`: talk to a running server from the terminal, with the standard library's HTTP client."""
 
 import argparse
 import contextlib
@@ -164,3 +163,42 @@ def _error_text(body: bytes) -> str:
         return " ".join(str(found["message"] if isinstance(found, dict) else found).split())
     except (ValueError, KeyError, TypeError):
         return " ".join(body.decode(errors="replace").split())[:500]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    chat = commands.add_parser("chat", help="talk to a running server")
+    add_flags(chat)
+    chat.add_argument("--system-prompt", "--system", help="system prompt")
+    chat.add_argument("-q", "--quick", "--question", metavar="MESSAGE", help="ask this once and end")
+    chat.set_defaults(run=run_chat)
+
+    complete = commands.add_parser("complete", help="complete texts with a running server")
+    add_flags(complete)
+    complete.add_argument("-q", "--quick", metavar="PROMPT", help="complete this once and end")
+    complete.set_defaults(run=run_complete)
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    server = server_of(arguments)
+    model = model_of(server, arguments)
+    system = arguments.system_prompt
+    history: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    for text in prompts(arguments.quick):
+        history.append({"role": "user", "content": text})
+        body = {"model": model, "messages": history}
+        answer = show(server, "/chat/completions", body, arguments, _chat_text)
+        history.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _chat_text(choice: dict[str, Any]) -> object:
+    return (choice.get("delta") or {}).get("content")
+
+
+def run_complete(arguments: argparse.Namespace) -> int:
+    server = server_of(arguments)
+    model = model_of(server, arguments)
+    for text in prompts(arguments.quick):
+        body = {"model": model, "prompt": text}
+        show(server, "/completions", body, arguments, lambda choice: choice.get("text"))
+    return 0

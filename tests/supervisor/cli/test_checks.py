@@ -107,7 +107,7 @@ def test_who_is_asked_gets_no_key(folder: Path, monkeypatch: pytest.MonkeyPatch)
             return b"", b""
 
     monkeypatch.setenv("MESHLM_ADMIN_API_KEY", "secret-admin")
-    monkeypatch.setattr("meshlm.supervisor.cli.checks.subprocess.Popen", Asked)
+    monkeypatch.setattr("meshlm.supervisor.cli.plan.subprocess.Popen", Asked)
     assert dry_run(folder, "--api-key", "secret-client") == 0
     assert len(asked) == 2
     for config, environment in asked:

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from meshlm.supervisor.cli import completion, main
+from meshlm.supervisor.cli import machine, main
 
 LIMIT_S = 30.0
 
 
-@pytest.mark.parametrize("shell", completion.SHELLS)
+@pytest.mark.parametrize("shell", machine.SHELLS)
 def test_the_script_of_a_shell(shell: str, tmp_path: Path) -> None:
-    script = completion.script(shell)
+    script = machine.script(shell)
     assert "tensor-parallel-size" in script
     assert "doctor" in script
     if shutil.which(shell):
@@ -26,7 +26,7 @@ def test_the_script_of_a_shell(shell: str, tmp_path: Path) -> None:
 
 
 def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion.script("bash"))
+    (tmp_path / "script").write_text(machine.script("bash"))
     ask = (
         f"source {tmp_path}/script; complete -p meshlm;"
         'f=$(complete -p meshlm | sed "s/.*-F \\([^ ]*\\).*/\\1/");'
@@ -39,7 +39,7 @@ def test_bash_completes_commands_and_flags(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_completes_commands_flags_and_values(tmp_path: Path) -> None:
-    (tmp_path / "script").write_text(completion.script("fish"))
+    (tmp_path / "script").write_text(machine.script("fish"))
     asks = ("meshlm doc", "meshlm serve --max-num-s", "meshlm serve --scheduling-policy p")
     ask = "; ".join([f"source {tmp_path}/script", *(f"complete -C '{words}'" for words in asks)])
     environment = {**os.environ, "HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
@@ -53,7 +53,7 @@ class Zsh:
     """An interactive zsh at a terminal of its own: completion is there for nobody else."""
 
     def __init__(self, folder: Path) -> None:
-        (folder / "_meshlm").write_text(completion.script("zsh"))
+        (folder / "_meshlm").write_text(machine.script("zsh"))
         pid, self._terminal = pty.fork()
         if pid == 0:
             # its home has no settings, and its prompt no escapes

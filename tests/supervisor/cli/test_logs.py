@@ -8,8 +8,8 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.changing import CHANGING, changed
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.process.black_box import BlackBox, path_of
-from meshlm.supervisor.cli import events, main
-from meshlm.supervisor.cli.logs import _Reader
+from meshlm.supervisor.cli import main, status
+from meshlm.supervisor.cli.status import _Reader
 from meshlm.supervisor.settings import changes
 
 
@@ -28,7 +28,7 @@ class Asked:
         return ""
 
 
-def names(found: list[events.Event]) -> list[str]:
+def names(found: list[status.Event]) -> list[str]:
     return [str(event["event"]) for event in found]
 
 
@@ -71,15 +71,15 @@ def test_why_shows_the_dead(tmp_path: Path) -> None:
     dead.write({"at": 5.0, "event": "out of \x1b[2Jmemory", "level": "error", "process": "worker/0"})
     dead.beat(6.0, 41, "stepping")
     box(tmp_path, "worker/0", 2)
-    (death,) = events.deaths(tmp_path, is_over=False)
+    (death,) = status.deaths(tmp_path, is_over=False)
     assert (death.process, death.ended_at) == ("worker/0", 6.0)
-    title, doing, line = events.show_death(death, "killed by SIGKILL")
+    title, doing, line = status.show_death(death, "killed by SIGKILL")
     assert "worker/0, pid" in title
     assert "killed by SIGKILL" in title
     assert "stepping, step 41" in doing
     assert "out of" in line
     assert "\x1b" not in line
-    assert len(events.deaths(tmp_path, is_over=True)) == 2
+    assert len(status.deaths(tmp_path, is_over=True)) == 2
 
 
 def test_a_mesh_that_is_gone_can_still_be_asked_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

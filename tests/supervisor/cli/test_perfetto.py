@@ -7,7 +7,7 @@ from perfetto import perfetto
 
 from meshlm.protocol.timeline import Span, TimelinePart
 from meshlm.protocol.wire.ids import Identity, Role
-from meshlm.supervisor.cli import chrome_trace
+from meshlm.supervisor.cli import trace
 
 SCHEDULER, WORKER = Identity(Role.SCHEDULER), Identity(Role.WORKER)
 PARTS = [
@@ -20,7 +20,7 @@ PARTS = [
 
 def test_it_has_all_that_was_written(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
-    file.write_text(json.dumps({"traceEvents": chrome_trace.events(PARTS)}))
+    file.write_text(json.dumps({"traceEvents": trace.events(PARTS)}))
     with perfetto(file) as found:
         assert not found.complaints()
         rows = found.query(
@@ -42,7 +42,7 @@ def test_it_has_all_that_was_written(tmp_path: Path) -> None:
 
 def test_it_says_what_it_cannot_read(tmp_path: Path) -> None:
     """So that no complaint means something."""
-    events = [one for one in chrome_trace.events(PARTS) if one["ph"] not in "stf"]
+    events = [one for one in trace.events(PARTS) if one["ph"] not in "stf"]
     for one in events:
         one.pop("ts", None)
     file = tmp_path / "trace.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from meshlm.supervisor.cli import tune
+from meshlm.supervisor.cli import offline
 from meshlm.supervisor.cli.main import run
 
 
@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         def shutdown(self) -> None:
             seen[-1]["ended"] = True
 
-    monkeypatch.setattr(tune, "LLM", Model)
+    monkeypatch.setattr(offline, "LLM", Model)
     return seen
 
 

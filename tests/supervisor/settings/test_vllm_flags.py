@@ -89,8 +89,8 @@ def known(command: str) -> set[str]:
     """All flags that a command takes, or refuses with what to do instead."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers()
-    importlib.import_module(main.module_of(command.split()[0])).add_parser(commands)
-    (found,) = commands.choices.values()
+    importlib.import_module(f"meshlm.supervisor.{main.COMMANDS[command.split()[0]]}").add_parser(commands)
+    found = commands.choices[command.split()[0]]
     for word in command.split()[1:]:
         (kinds,) = (action for action in found._actions if isinstance(action, argparse._SubParsersAction))
         found = kinds.choices[word]

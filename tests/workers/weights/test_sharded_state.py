@@ -14,7 +14,7 @@ from small_models import CPU, SMALL, resolved_of_files
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
-from meshlm.supervisor.cli import save_sharded_state
+from meshlm.supervisor.cli import offline
 from meshlm.supervisor.cli.main import run
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.shard import Shard
@@ -39,8 +39,8 @@ def saved(tmp_path: Path, **values: Any) -> Path:
         save_rank(request.config, request.rank, Path(request.folder), request.max_bytes, loaded)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_sharded_state, "_save_rank", in_this_process)
-        save_sharded_state.save(settled, tmp_path / "saved", 20_000)
+        patch.setattr(offline, "_save_rank", in_this_process)
+        offline.save(settled, tmp_path / "saved", 20_000)
     return folder
 
 

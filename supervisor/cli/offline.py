@@ -1,4 +1,4 @@
-"""`meshlm save-sharded-state MODEL --output FOLDER`: a model as its workers have it, for --load-format sharded_state."""
+"""Commands that load a model once, keep what they found on disk and end: `meshlm tune` and `meshlm save-sharded-state`."""
 
 import argparse
 import json
@@ -11,30 +11,66 @@ import msgspec
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.sharded_state import Request
+from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import flags
 from meshlm.supervisor.settings.resolve import resolve
 from meshlm.supervisor.settings.sizes import parse_bytes
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors.index.json", "*.bin.index.json")
-_FIRST_LEVEL_ONLY = (".*", "original")
-
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
+    tune = commands.add_parser(
+        "tune",
+        help="measure kernels for a model's sizes on this GPU, and keep what is fastest",
+        description="Starts the model with the flags of `meshlm serve`, has its workers measure (--tune full, unless given) and ends. "
+        "With --tuning-dir the tables are written there: they can be copied to machines with the same GPU and versions, or committed.",
+    )
+    flags.add_flags(tune)
+    tune.set_defaults(run=run_tune)
+
+    save = commands.add_parser(
         "save-sharded-state",
         help="write each worker's weights into files of its own",
         description="Splits, converts and quantises the weights once, for the ranks, dtype and quantisation that the flags of "
         "`meshlm serve` say. `meshlm serve FOLDER --load-format sharded_state` with the same flags reads only what each worker has.",
     )
-    parser.add_argument("--output", required=True, metavar="FOLDER", help="a folder that is not there yet, or empty")
-    parser.add_argument(
+    save.add_argument("--output", required=True, metavar="FOLDER", help="a folder that is not there yet, or empty")
+    save.add_argument(
         "--max-file-size", type=parse_bytes, default=5 << 30, metavar="BYTES", help="of one file (default 5G)"
     )
-    flags.add_flags(parser)
+    flags.add_flags(save)
+    save.set_defaults(run=run_save_sharded_state)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_tune(arguments: argparse.Namespace) -> int:
+    given = flags.given(arguments)
+    if "tuning_dir" in given:
+        given["tuning_dir"] = str(Path(str(given["tuning_dir"])).absolute())
+    LLM(**{"tune": "full", "enforce_eager": True, **given}).shutdown()
+    folder = given.get("tuning_dir")
+    if folder is None:
+        print("What was measured is kept in the user's cache; the workers' log names the folder.")
+        return 0
+    for line in tables_in(Path(str(folder))):
+        print(line)
+    return 0
+
+
+def tables_in(folder: Path) -> list[str]:
+    """A line for each table."""
+    lines = []
+    for path in sorted(folder.glob("*/tables/*.json")):
+        products = json.loads(path.read_text("utf-8"))["products"]
+        won = sum(bool(entry["rows"]) for entry in products)
+        lines.append(f"{path}: {len(products)} sizes, {won} of them faster than the plain way")
+    return lines or [f"{folder}: no table; nothing was to be measured on this device"]
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.safetensors.index.json", "*.bin.index.json")
+_FIRST_LEVEL_ONLY = (".*", "original")
+
+
+def run_save_sharded_state(arguments: argparse.Namespace) -> int:
     config = resolve(flags.build(flags.given(arguments), None))
     output = Path(arguments.output)
     save(config, output, arguments.max_file_size)

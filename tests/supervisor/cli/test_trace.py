@@ -7,7 +7,7 @@ from chrome_format import check
 
 from meshlm.protocol.timeline import Span, TimelinePart
 from meshlm.protocol.wire.ids import Identity, Role
-from meshlm.supervisor.cli import chrome_trace
+from meshlm.supervisor.cli import trace
 
 SCHEDULER, WORKER, DETOKENIZER = (Identity(role) for role in (Role.SCHEDULER, Role.WORKER, Role.DETOKENIZER))
 
@@ -24,25 +24,25 @@ PARTS = [
 
 
 def test_the_format_is_right() -> None:
-    check(chrome_trace.events(PARTS))
-    check(chrome_trace.events([]))
+    check(trace.events(PARTS))
+    check(trace.events([]))
 
 
 def test_clocks_of_processes_become_one() -> None:
-    found = {(one["name"], one["args"].get("step")): one for one in chrome_trace.events(PARTS) if one["ph"] == "X"}
+    found = {(one["name"], one["args"].get("step")): one for one in trace.events(PARTS) if one["ph"] == "X"}
     assert (found["plan", 3]["ts"], found["plan", 3]["dur"]) == (0.0, 1.0)
     assert found["launch", None]["ts"] == 3.0
 
 
 def test_an_arrow_goes_through_all_places_of_a_step() -> None:
-    events = chrome_trace.events(PARTS)
+    events = trace.events(PARTS)
     arrows = [(one["id"], one["ph"], one["ts"]) for one in events if one["ph"] in "stf"]
     assert arrows == [("77", "s", 0.0), ("77", "t", 3.0), ("77", "f", 6.0)], "a step of one place has none"
 
 
 def test_processes_and_tracks_have_names_and_an_order() -> None:
     names: dict[str, list[str]] = defaultdict(list)
-    for event in chrome_trace.events(PARTS):
+    for event in trace.events(PARTS):
         if event["ph"] == "M" and "name" in event["args"]:
             names[event["name"]].append(event["args"]["name"])
     assert names["process_name"] == ["detokenizer/0", "scheduler/0", "worker/0 on b"]
@@ -51,7 +51,7 @@ def test_processes_and_tracks_have_names_and_an_order() -> None:
 
 def test_a_worse_file_is_found_out() -> None:
     """The check itself sees what Perfetto would stumble over."""
-    good = chrome_trace.events(PARTS)
+    good = trace.events(PARTS)
     spoilt: list[list[dict[str, Any]]] = [
         [one for one in good if one["name"] != "process_name"],
         [one for one in good if one["ph"] != "f"],
