@@ -136,8 +136,7 @@ def view(noted: Noted) -> RequestView:
 
 
 def _hops(noted: Noted) -> dict[str, float]:
-    """Seconds by hop. With its first token come the seconds that processes counted until then; the rest of them is the way between
-    these processes."""
+    """Seconds by hop. With its first token come those that processes counted; the rest is the way between them."""
     now = noted.now
     if not noted.accepted_at:
         return {"encode": now - noted.opened_at}

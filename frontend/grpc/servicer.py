@@ -1,5 +1,4 @@
-"""The methods of vllm.grpc.engine.VllmEngine. A call is submitted to the mesh as an HTTP request is (submits.py); HttpErrors
-become gRPC's statuses in listener.py."""
+"""The methods of vllm.grpc.engine.VllmEngine. Calls are submitted as HTTP's are; listener.py turns HttpErrors into statuses."""
 
 import asyncio
 import contextlib

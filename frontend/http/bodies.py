@@ -36,8 +36,7 @@ def decode(
     check: Callable[[Mapping[str, Raw]], None] = lambda fields: None,
     longest: int = MAX_IN_LIST,
 ) -> tuple[Body, tuple[str, ...]]:
-    """The body as its Struct, and the names of fields that nobody knows. `check` sees the fields of a large one undecoded; `longest` is
-    what a list may hold."""
+    """The body as its Struct, and the fields that nobody knows. `check` sees those of a large one undecoded; a list holds `longest`."""
     return converted(fields_of(body, check, longest), kind)
 
 

@@ -213,8 +213,7 @@ class MeshProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._parse_on)
 
     def _end(self) -> None:
-        """The last answer is given. A refusal may come before the body does: what comes at a closed connection resets it, and the
-        client never sees the answer."""
+        """The last answer is given. A body that comes at a closed connection would reset it, and hide a refusal."""
         if not self._in_body:
             self.transport.close()
         elif not self.transport.is_closing() and not self._lingers_until:

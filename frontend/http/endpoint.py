@@ -1,5 +1,4 @@
-"""Around every route: errors in the form of its API, the API key, the mesh's load, the answer's headers, and what the router refuses.
-Installed by routes/application.py."""
+"""Around every route: errors in its API's form, keys, the mesh's load, headers, and what the router refuses. For application.py."""
 
 import asyncio
 import contextlib

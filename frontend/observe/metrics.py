@@ -125,17 +125,15 @@ class Families:
         self.generation = histogram("request_generation_tokens", "Output tokens of a request.", tokens)
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a request, or its room.", tokens)
         self.n = histogram("request_params_n", "n of a request.", _CHOICES)
-        self.longest = histogram(
-            "request_max_num_generation_tokens", "Output tokens of a request's longest choice.", tokens
-        )
+        text = "Output tokens of a request's longest choice."
+        self.longest = histogram("request_max_num_generation_tokens", text, tokens)
         self.success = counter("request_success", "Finished requests.", "finished_reason")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that were prefilled.")
         self.generation_tokens = counter("generation_tokens", "Output tokens.")
         self.cached_tokens = counter("prompt_tokens_cached", "Prompt tokens that were found in the prefix cache.")
         self.sources = counter("prompt_tokens_by_source", "Prompt tokens, by where their KV came from.", "source")
-        self.computed = histogram(
-            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were computed.", tokens
-        )
+        text = "Prompt tokens of a request that were computed."
+        self.computed = histogram("request_prefill_kv_computed_tokens", text, tokens)
 
 
 _CACHE_SIZES = ("kv_cache_size_tokens", "kv_cache_max_concurrency")
@@ -145,16 +143,16 @@ def cache_config(config: MeshConfig) -> dict[str, str]:
     """Settings of the KV cache, by vLLM's names."""
     cache, resolved = config.cache, config.resolved
     window = resolved.spec.sliding_window if resolved is not None else 0
-    settings = {
-        "block_size": cache.block_size,
-        "cache_dtype": cache.kv_cache_dtype,
-        "enable_prefix_caching": cache.enable_prefix_caching,
-        "gpu_memory_utilization": cache.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cache.kv_cache_memory,
-        "mamba_cache_mode": cache.mamba_cache_mode,
-        "num_gpu_blocks_override": cache.num_gpu_blocks_override,
-        "sliding_window": window or None,
-    }
+    same = (
+        "block_size",
+        "enable_prefix_caching",
+        "gpu_memory_utilization",
+        "mamba_cache_mode",
+        "num_gpu_blocks_override",
+    )
+    settings = {name: getattr(cache, name) for name in same}
+    settings |= {"cache_dtype": cache.kv_cache_dtype, "kv_cache_memory_bytes": cache.kv_cache_memory}
+    settings["sliding_window"] = window or None
     return {name: str(value) for name, value in settings.items()}
 
 
@@ -172,15 +170,11 @@ class Metrics:
             self.engine(str(number))
         if len(self._by_engine) == 1:
             (self._unplaced,) = self._by_engine
-        self.refusal = Histogram(
-            "meshlm:request_refusal_seconds",
-            "From a request's head to its 503, of those refused by their head.",
-            ("model_name",),
-            buckets=_REFUSALS,
-        ).labels(model)
-        self._refusals = Counter(
-            "meshlm:request_refusals", "Requests that got an error at once, by reason.", ("model_name", "reason")
-        )
+        text = "From a request's head to its 503, of those refused by their head."
+        refusals = Histogram("meshlm:request_refusal_seconds", text, ("model_name",), buckets=_REFUSALS)
+        self.refusal = refusals.labels(model)
+        text = "Requests that got an error at once, by reason."
+        self._refusals = Counter("meshlm:request_refusals", text, ("model_name", "reason"))
         text = "From a step's text leaving the detokenizer to the last of it on the clients' sockets."
         writes = Histogram("meshlm:step_write_time_seconds", text, ("model_name",), buckets=HOP)
         self._write = _Bulk(writes.labels(model))

@@ -34,11 +34,8 @@ if TYPE_CHECKING:  # prometheus_client must not be imported before its directory
     from meshlm.frontend.observe.traces import Traces
 
 CHOICES_AT_ONCE = 256  # a millisecond or two
-_FAILURES = (
-    ErrorKind.INTERNAL,
-    ErrorKind.TIMEOUT,
-    ErrorKind.POISON,
-)  # of a request that was let in; all else refuses it
+# Of a request that was let in; all else refuses it.
+_FAILURES = (ErrorKind.INTERNAL, ErrorKind.TIMEOUT, ErrorKind.POISON)
 MAX_REASONS = 16  # that are told one by one; of more choices the line tells how many ended by which
 MAX_UNKNOWN_SEEN, MAX_FIELD_NAME = 1000, 64  # fields that are named once in the log, and how much of each
 SERIES_FROM_START = 16  # engines whose series are there before their first request

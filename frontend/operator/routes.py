@@ -55,8 +55,7 @@ class OperatorRoutes:
 
     @post_route(
         "/reset_prefix_cache",
-        "Forget which prompts are computed.",
-        responses.Reset,
+        answers=responses.Reset,
         errors=(400, 503, 504),
         parameters=(
             switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
@@ -64,12 +63,12 @@ class OperatorRoutes:
         ),
     )
     async def reset_prefix_cache(self, request: Request) -> HttpResponse:
+        """Forget which prompts are computed."""
         return json_response(await operations.reset_prefix_cache(self._backend.operations, request.query_params))
 
     @post_route(
         "/pause",
-        "Compute no step until POST /resume.",
-        responses.Paused,
+        answers=responses.Paused,
         errors=(400, 409, 503, 504),
         parameters=(
             _MODE,
@@ -78,19 +77,16 @@ class OperatorRoutes:
         ),
     )
     async def pause(self, request: Request) -> HttpResponse:
+        """Compute no step until POST /resume."""
         return json_response(await operations.pause(self._backend.operations, request.query_params))
 
     @post_route("/resume", "Compute steps again.", responses.Paused, errors=(409, 503, 504))
     async def resume(self, request: Request) -> HttpResponse:
         return json_response(await operations.resume(self._backend.operations))
 
-    @post_route(
-        "/sleep",
-        "Give the memory of weights and KV cache back until POST /wake_up (--enable-sleep-mode).",
-        errors=(400, *_TRACES),
-        parameters=(_LEVEL, _MODE),
-    )
+    @post_route("/sleep", errors=(400, *_TRACES), parameters=(_LEVEL, _MODE))
     async def sleep(self, request: Request) -> HttpResponse:
+        """Give the memory of weights and KV cache back until POST /wake_up (--enable-sleep-mode)."""
         await operations.sleep(self._backend.operations, request.query_params)
         return HttpResponse()
 
@@ -105,12 +101,12 @@ class OperatorRoutes:
 
     @route(
         "/get_world_size",
-        "The number of workers.",
-        responses.WorldSize,
+        answers=responses.WorldSize,
         errors=(400, 503),
         parameters=(switch("include_dp", "Of all data-parallel ranks.", default=True),),
     )
     async def get_world_size(self, request: Request) -> HttpResponse:
+        """The number of workers."""
         return json_response(operations.world_size(self._backend.config, request.query_params))
 
     @route("/is_paused", "Whether the mesh is paused.", answers=responses.IsPaused)
@@ -121,38 +117,26 @@ class OperatorRoutes:
     async def settings(self, request: Request) -> HttpResponse:
         return json_response(operations.settings(self._backend.config))
 
-    @route(
-        "/settings",
-        "Change some of them, in all processes.",
-        schema.Settings,
-        schema.Settings,
-        errors=(400, 413, 503),
-        group=Group.ANY,
-    )
+    @route("/settings", answers=schema.Settings, body=schema.Settings, errors=(400, 413, 503), group=Group.ANY)
     async def change_settings(self, request: Request) -> HttpResponse:
-        return json_response(
-            operations.change_settings(self._backend.operations, await self._body(request, schema.Settings))
-        )
+        """Change some of them, in all processes."""
+        body = await self._body(request, schema.Settings)
+        return json_response(operations.change_settings(self._backend.operations, body))
 
-    @route(
-        "/abort_requests",
-        "End requests, whose answers have the finish_reason abort.",
-        responses.Aborted,
-        schema.AbortRequest,
-        errors=(400, 409, 413, 503, 504),
-    )
+    @route("/abort_requests", answers=responses.Aborted, body=schema.AbortRequest, errors=(400, 409, 413, 503, 504))
     async def abort_requests(self, request: Request) -> HttpResponse:
+        """End requests, whose answers have the finish_reason abort."""
         body = await self._body(request, schema.AbortRequest)
         return json_response(await operations.abort_requests(self._backend.operations, tuple(body.request_ids or ())))
 
     @route(
         "/collective_rpc",
-        "Call a method of --worker-extension-cls in every worker.",
-        responses.RpcResults,
-        schema.CollectiveRpcRequest,
+        answers=responses.RpcResults,
+        body=schema.CollectiveRpcRequest,
         errors=(400, 404, 413, 503, 504),
     )
     async def collective_rpc(self, request: Request) -> HttpResponse:
+        """Call a method of --worker-extension-cls in every worker."""
         body = await self._body(request, schema.CollectiveRpcRequest)
         return json_response(await operations.collective_rpc(self._backend.operations, body))
 
@@ -164,33 +148,22 @@ class OperatorRoutes:
         errors=(400, 409, 413, 500, 503, 504),
     )
     async def scale_elastic_ep(self, request: Request) -> HttpResponse:
-        return json_response(
-            await operations.scale(self._backend.operations, await self._body(request, schema.ScaleRequest))
-        )
+        body = await self._body(request, schema.ScaleRequest)
+        return json_response(await operations.scale(self._backend.operations, body))
 
-    @post_route(
-        "/is_scaling_elastic_ep", "Whether ranks are being added or removed.", responses.IsScaling, errors=(503, 504)
-    )
+    @post_route("/is_scaling_elastic_ep", answers=responses.IsScaling, errors=(503, 504))
     async def is_scaling_elastic_ep(self, request: Request) -> HttpResponse:
+        """Whether ranks are being added or removed."""
         return json_response(await operations.is_scaling(self._backend.operations))
 
-    @post_route(
-        "/rebalance_experts",
-        "Move experts before the next step of all ranks (--enable-eplb), by what was counted of late.",
-        responses.Reset,
-        errors=(503, 504),
-    )
+    @post_route("/rebalance_experts", answers=responses.Reset, errors=(503, 504))
     async def rebalance_experts(self, request: Request) -> HttpResponse:
+        """Move experts before the next step of all ranks (--enable-eplb), by what was counted of late."""
         return json_response(await operations.rebalance_experts(self._backend.operations))
 
-    @route(
-        "/server_info",
-        "The configuration, the environment and the versions.",
-        responses.ServerInfo,
-        errors=(400, 503),
-        parameters=(_FORMAT,),
-    )
+    @route("/server_info", answers=responses.ServerInfo, errors=(400, 503), parameters=(_FORMAT,))
     async def server_info(self, request: Request) -> HttpResponse:
+        """The configuration, the environment and the versions."""
         return json_response(await asyncio.to_thread(information.server, self._backend.config, request.query_params))
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:

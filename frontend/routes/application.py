@@ -98,8 +98,7 @@ class Application:
         )
 
     def app(self) -> Any:
-        """The ASGI application: the answers' own headers, the path of a proxy, what web pages may, CORS, then the key check, then the
-        gate, then the routes."""
+        """The ASGI application: answers' headers, a proxy's path, what web pages may, CORS, keys, the load, then the routes."""
         backend, server = self._backend, self._backend.config.server
         refused = backend.observer.refused
         keys = endpoint.KeyCheck(self.keys, backend.observer.rates, PATHS)
@@ -163,14 +162,9 @@ class Application:
         named._body = raw
         return await handlers[path](named)
 
-    @route(
-        "/openapi.json",
-        "This description (OpenAPI 3.1).",
-        "application/json",
-        group=Group.DOCUMENTATION,
-        key_scope=ANY_KEY,
-    )
+    @route("/openapi.json", answers="application/json", group=Group.DOCUMENTATION, key_scope=ANY_KEY)
     async def openapi(self, request: Request) -> HttpResponse:
+        """This description (OpenAPI 3.1)."""
         return endpoint.json_response(self._document())
 
     @route("/docs", "This description, to be read.", HTML, group=Group.DOCUMENTATION, key_scope=ANY_KEY)
@@ -221,9 +215,7 @@ def served(
     renders_only: bool = False,
     dashboard: bool = False,
 ) -> tuple[Operation, ...]:
-    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone; with or without its
-    documentation (--disable-fastapi-docs), its dashboard (--max-dashboards), those for development (--server-dev-mode) and the
-    tokenizer's (--enable-tokenizer-info-endpoint)."""
+    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone."""
     groups = {
         Group.ANY: True,
         Group.TEXT: not (pooling or speech),

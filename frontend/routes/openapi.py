@@ -1,5 +1,4 @@
-"""/openapi.json and /docs, made from the table of routes (operations.py) and the Structs that bodies are read with. Pure; called by
-routes.py, once."""
+"""/openapi.json and /docs, made of the routes (operation.py) and the Structs that bodies are read with. Pure."""
 
 import html
 import re

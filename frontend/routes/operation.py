@@ -80,7 +80,7 @@ class Operation(Struct, frozen=True):
     content type, None for nothing; `errors` are statuses whose body is `error`, in the form of the route's API."""
 
     path: str
-    summary: str
+    summary: str = ""  # the method's docstring, where it has none
     answers: type[Struct] | GenericAlias | str | None = None
     body: type[Struct] | None = None  # JSON, or with `is_form` multipart/form-data
     methods: tuple[str, ...] = ()  # POST for a route that takes a body, else GET
@@ -101,8 +101,9 @@ class Operation(Struct, frozen=True):
         methods = self.methods or (("POST",) if self.body is not None else ("GET",))
         errors = self.errors or (ASKS if self.body is not None else (503,))  # a server that stops says so on every path
         declared: list[Operation] = handler.__dict__.setdefault("operations", [])
-        # The last decorator is applied first.
-        declared.insert(0, replace(self, methods=methods, errors=errors, handler=handler.__name__))
+        summary = self.summary or handler.__doc__ or ""
+        operation = replace(self, summary=summary, methods=methods, errors=errors, handler=handler.__name__)
+        declared.insert(0, operation)  # the last decorator is applied first
         return handler
 
     def of_class(self, common: OfClass) -> "Operation":

@@ -46,8 +46,7 @@ class RequestReader:
         self.reads_large = asyncio.Lock()
 
     async def read(self, request: Request, parse: Callable[[Request, bytes], Parsed]) -> Parsed:
-        """What `parse`, which changes nothing, makes of the body. Of a large one in a thread, so that no stream waits for it; one after
-        the other."""
+        """What `parse`, which changes nothing, makes of the body. Large ones in a thread, one by one: no stream waits for them."""
         async with self.body(request) as raw, self._poison.turn(name := name_of(request.url.path, raw)):
             if len(raw) <= bodies.LARGE_BYTES:
                 return in_hand.holding(name, parse, request, raw)

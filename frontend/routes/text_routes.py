@@ -1,5 +1,4 @@
-"""The routes of OpenAI's older API for text, of the tokenizer, and of what the server is: its models, its version, its figures, and
-whether it serves."""
+"""The routes of OpenAI's older API for text, of the tokenizer, and of what the server is: models, version, figures, health."""
 
 import asyncio
 from functools import partial
@@ -34,20 +33,15 @@ class TextRoutes:
         read = await self._reader.read(request, self._reader.chat)
         return await self._generation.answer(request, *read, "chatcmpl-")
 
-    @text_route(
-        "/v1/completions", "Complete one prompt or several.", responses.CompletionResponse, schema.CompletionRequest
-    )
+    @text_route("/v1/completions", answers=responses.CompletionResponse, body=schema.CompletionRequest)
     async def completions(self, request: Request) -> HttpResponse | None:
+        """Complete one prompt or several."""
         read = await self._reader.read(request, self._reader.completion)
         return await self._generation.answer(request, *read, "cmpl-")
 
-    @route(
-        "/tokenize",
-        "The token ids of a prompt or of a conversation.",
-        responses.TokenizeResponse,
-        schema.TokenizeRequest,
-    )
+    @route("/tokenize", answers=responses.TokenizeResponse, body=schema.TokenizeRequest)
     async def tokenize(self, request: Request) -> HttpResponse | None:
+        """The token ids of a prompt or of a conversation."""
         body, unknown, prompt = await self._reader.read(request, self._tokenize)
         self._backend.observer.ignored(unknown, request.url.path)
         question = Tokenize(self._backend.requests.new_handle(), prompt, bool(body.return_token_strs))
@@ -94,14 +88,10 @@ class InformationRoutes:
         return json_response({"object": "list", "data": entries})
 
     @route(
-        "/v1/models/{model}",
-        "One of them.",
-        responses.ModelCard,
-        errors=(404, 503),
-        parameters=(_MODEL,),
-        key_scope=ANY_KEY,
+        "/v1/models/{model}", answers=responses.ModelCard, errors=(404, 503), parameters=(_MODEL,), key_scope=ANY_KEY
     )
     async def model(self, request: Request) -> HttpResponse:
+        """One of them."""
         if not (name := request.path_params["model"]):  # a slash too many
             return await self.models(request)
         return json_response(model_card(self._reader.check_model(name), self._backend.resolved))
@@ -138,11 +128,7 @@ class InformationRoutes:
         reason = self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked()
         return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")
 
-    @route(
-        "/tokenizer_info",
-        "The tokenizer's configuration and template.",
-        rendering.TokenizerInfo,
-        group=Group.TOKENIZER_INFO,
-    )
+    @route("/tokenizer_info", answers=rendering.TokenizerInfo, group=Group.TOKENIZER_INFO)
     async def tokenizer_info(self, request: Request) -> HttpResponse:
+        """The tokenizer's configuration and template."""
         return json_response(await asyncio.to_thread(information.tokenizer, self._backend.resolved))

@@ -6,9 +6,8 @@ import sys
 from array import array
 from binascii import b2a_base64
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -74,6 +73,12 @@ class VectorsResponse(Response):
         ids = memoryview(self.prompt[choice.prompt_index].prompt_token_ids).cast("i").tolist()
         return of_tokens(flat, ids, self.pool)
 
+    def flat(self) -> "list[array[float]]":
+        """Each input's numbers, all vectors of tokens one after the other."""
+        if self.pool.kind is not PoolKind.ALL:
+            return self.vectors()
+        return [self.of_tokens(choice)[0] for choice in self.choices]
+
     def usage(self) -> Json:
         prompt = self.num_prompt_tokens()
         details = {"cached_tokens": sum(self.num_cached.values())}
@@ -99,18 +104,16 @@ class VectorsResponse(Response):
 
 def write_encoded(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
     """kind: embedding or pooling, which is the name of an entry too; its field is `embedding` or `data`."""
-    of_tokens = answer.pool.kind is PoolKind.ALL
     if body.encoding_format in ("bytes", "bytes_only"):
-        return _bytes(answer, body, kind)
-    field = "embedding" if kind == "embedding" else "data"
+        return _bytes(answer, body)
     values: list[Any]
     if body.encoding_format == "base64":
-        vectors = [answer.of_tokens(choice)[0] for choice in answer.choices] if of_tokens else answer.vectors()
-        values = [b2a_base64(packed(vector, body), newline=False).decode() for vector in vectors]
-    elif of_tokens:
+        values = [b2a_base64(packed(vector, body), newline=False).decode() for vector in answer.flat()]
+    elif answer.pool.kind is PoolKind.ALL:
         values = [[line.tolist() for line in lines] for lines in answer.lines()]
     else:
         values = [vector.tolist() for vector in answer.vectors()]
+    field = "embedding" if kind == "embedding" else "data"
     return answer.listed([{"index": place, "object": kind, field: value} for place, value in enumerate(values)])
 
 
@@ -137,13 +140,12 @@ def _ordered(numbers: "array[Any]", order: str) -> bytes:
     return numbers.tobytes()
 
 
-def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
+def _bytes(answer: VectorsResponse, body: EncodingCommon) -> bytes:
     """All vectors one after the other; a header says where each is, but for `bytes_only`."""
     of_tokens = answer.pool.kind is PoolKind.ALL
-    vectors = [answer.of_tokens(choice)[0] for choice in answer.choices] if of_tokens else answer.vectors()
     form = {"embed_dtype": body.embed_dtype or "float32", "endianness": body.endianness or "native"}
     parts, data, begin = [], [], 0
-    for place, (choice, vector) in enumerate(zip(answer.choices, vectors, strict=False)):
+    for place, (choice, vector) in enumerate(zip(answer.choices, answer.flat(), strict=False)):
         parts.append(packed(vector, body))
         rows = answer.of_tokens(choice)[1] if of_tokens else 0
         shape = [rows, len(vector) // rows] if rows else [len(vector)]
@@ -159,8 +161,8 @@ def _bytes(answer: VectorsResponse, body: EncodingCommon, kind: str) -> bytes:
 
 
 def _rounder(exponent_bits: int, largest: int) -> Callable[[float], int]:
-    """To the byte of the nearest float of eight bits (OCP 8-bit floating point), ties to the even one. largest: the byte of the largest
-    number, or of infinity where there is one; what is larger becomes it, as in newer versions of torch."""
+    """To the byte of the nearest float of eight bits (OCP 8-bit floating point), ties to even. What is larger becomes `largest`, as in
+    newer versions of torch."""
     mantissa_bits = 7 - exponent_bits
     bias, ones = (1 << exponent_bits - 1) - 1, 1 << mantissa_bits
 
@@ -184,9 +186,8 @@ def _rounder(exponent_bits: int, largest: int) -> Callable[[float], int]:
     return rounded
 
 
-ROUNDERS: Mapping[str, Callable[[float], int]] = MappingProxyType(
-    {"fp8_e4m3": _rounder(4, 0x7E), "fp8_e5m2": _rounder(5, 0x7C)}
-)
+# Up to the largest number, and to infinity, which e4m3 has not.
+ROUNDERS = {"fp8_e4m3": _rounder(4, 0x7E), "fp8_e5m2": _rounder(5, 0x7C)}
 
 
 # --- classes, scores ---

@@ -5,8 +5,8 @@ from audio_clips import ZERO, position
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.frontend.speech import segments as texts
-from meshlm.frontend.speech.segments import Segment, segments_of
+from meshlm.frontend.speech import answers as texts
+from meshlm.frontend.speech.answers import Segment, segments_of
 
 END = 2
 Tokens = list[tuple[int, str]]
