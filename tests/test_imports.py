@@ -86,9 +86,7 @@ def test_a_process_imports_nothing_heavy_at_its_start(name: str) -> None:
 
 def test_a_worker_on_a_cpu_needs_no_triton() -> None:
     """Builds of torch for CPUs come without it, and to import it takes a third of a second."""
-    methods = " ".join(
-        f"import meshlm.workers.formats.{name};" for name in ("eight_bits", "packed", "gguf", "expert_codes")
-    )
+    methods = " ".join(f"import meshlm.workers.formats.{name};" for name in ("eight_bits", "packed", "expert_codes"))
     script = f"import sys; sys.modules['triton'] = None; import meshlm.workers.engine.make; {methods}"
     script += (
         "from meshlm.workers.layers.cpu_ops import CpuOps; from meshlm.workers.attention.cpu_backend import CpuBackend"

@@ -16,7 +16,7 @@ from meshlm.workers import memory
 from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.make import choose_backend, load_plug_ins
-from meshlm.workers.extension import kind_of
+from meshlm.workers.operations import kind_of
 from meshlm.workers.weights.load import DTYPES, described
 
 CPU = torch.device("cpu")

@@ -37,10 +37,9 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending
 from meshlm.workers.engines import make_engine, ready
-from meshlm.workers.extension import Extension
 from meshlm.workers.extra_threads import ExtraThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
-from meshlm.workers.operations import Operations, load_profiler
+from meshlm.workers.operations import Extension, Operations, load_profiler
 from meshlm.workers.step_timeline import StepTimeline
 from meshlm.workers.worker_states import WorkerState, WorkerStates
 

@@ -1,6 +1,6 @@
 """Models in object storage (s3://, gs://, and whatever else fsspec has a package for): small files are fetched, weights stay there.
 
-Called by model_files.py, which reads the small files as a folder's; workers stream the weights (workers/weights/streamed.py).
+Called by model_files.py, which reads the small files as a folder's; workers stream the weights (workers/weights/sources.py).
 Credentials are those of the storage's own package (AWS_ACCESS_KEY_ID, ...). fsspec is imported where a URL is given, and nowhere else.
 """
 

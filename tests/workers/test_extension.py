@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from meshlm.protocol.operations import CallWorkers, OperationDone, OperationId
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.extension import Extension
+from meshlm.workers.operations import Extension
 
 NAME = OperationId("n")
 CODE = """

@@ -17,7 +17,7 @@ from meshlm.workers.distributed.shard import Shard
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from meshlm.workers.distributed.one_row import OneRow
+    from meshlm.workers.distributed.symmetric import OneRow
 
 
 # torch 2.13 has renamed it

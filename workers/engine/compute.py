@@ -14,10 +14,10 @@ from torch import Tensor
 from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.together import Turns
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.head import TorchHead
+from meshlm.workers.output.sampler import TorchHead
 from meshlm.workers.rows.extras.extra import StepExtra
 from meshlm.workers.rows.step_columns import StepColumns
 

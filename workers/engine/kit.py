@@ -1,24 +1,87 @@
 """What the kernels of a device bring to the engine: the only thing in which a CPU, an old GPU and a GPU with Triton differ in a step.
 
-`TorchKit` is plain torch, and the compiled C kernels of the CPU, on any device; it has no CUDA graphs. `TritonKit` is in
-triton_kit.py, since Triton may not even be installed beside a CPU build of torch.
+Plain torch (and the compiled C kernels of the CPU) does it on any device, without CUDA graphs; `TritonKit` (triton_kit.py) overrides it,
+since Triton may not even be installed beside a CPU build of torch. The rows hold all tokens and block tables on the device
+(rows/device_rows.py); a step brings what has changed there, and its own columns. Used by the stepper thread.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.head import TorchHead
-from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.output.sampler import TorchHead
+from meshlm.workers.rows.changes import I32, unpacked
+from meshlm.workers.rows.device_rows import DeviceRows, put
+from meshlm.workers.rows.step_columns import StepColumns
 
 if TYPE_CHECKING:
     from meshlm.workers.engine import ProgressReport
     from meshlm.workers.engine.engine import ModelEngine
     from meshlm.workers.engine.triton_inputs import TritonInputs
     from meshlm.workers.output.logits_sampler import LogitsSampler
+
+
+class TorchInputs:
+    """A device's way to prepare steps; nothing in it waits for the device. By plain torch: positions are counted on the host,
+    tokens and slots are looked up on the device."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self._rows, self._device = rows, rows.state.device
+
+    def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
+        """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
+        if segments:
+            places, values = unpacked(changes, segments)
+            self._rows.state[put(places, self._device)] = put(values, self._device)
+
+    def of_step(self, step: StepColumns) -> StepInputs:
+        """The tensors of the step that was sent last."""
+        rows, block_size, device = self._rows, self._rows.block_size, self._device
+        lens = step.starts.astype(np.int64) + step.counts
+        token_rows, positions = step.of_tokens()
+        of_token, at, nth = put(np.stack((token_rows, positions, positions // block_size)), device)
+        num_decodes, width = step.num_decodes, -(-int(lens.max()) // block_size)
+        seq_lens, n = put(np.stack((lens, step.rows)), device)
+        slots, tables = [], []
+        for table in rows.block_tables:
+            slots.append(table[of_token, nth].long() * block_size + at % block_size)
+            tables.append(table[:, :width][n].long())
+        types: Tensor | None = None
+        second = rows.table.columns["second_from"]
+        if second[step.rows].any():  # some tokens are of the second text of a pair
+            begins = second[token_rows]
+            types = put(((begins > 0) & (positions >= begins)).astype(np.int64), device)
+        return StepInputs(
+            input_ids=rows.tokens[of_token, at].long(),
+            positions=at,
+            slot_mapping=tuple(slots),
+            block_tables=tuple(tables),
+            logits_indices=put(np.cumsum(step.counts)[step.places] - 1, device),
+            num_decodes=num_decodes,
+            lens=RequestLens(
+                seq_lens=seq_lens,
+                query_lens=tuple(step.counts[num_decodes:].tolist()),
+                context_lens=tuple(lens[num_decodes:].tolist()),
+                max_decode_len=int(lens[:num_decodes].max()) if num_decodes else 0,
+            ),
+            vectors=None if rows.vectors is None else rows.vectors[: step.t],
+            token_types=types,
+        )
+
+    def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
+        """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
+        first, second = step.halves(cut)
+        both = self.of_step(first), self.of_step(second)
+        if batch.vectors is None:
+            return both
+        return both[0], replace(both[1], vectors=batch.vectors[cut:])
 
 
 class TorchKit:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from meshlm.protocol.sleeping import TAGS, WEIGHTS
-from meshlm.workers.weights.model_tensors import tensors_of
+from meshlm.workers.weights.reload import tensors_of
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine

@@ -17,7 +17,7 @@ from meshlm.workers.attention.backend import Backend, StepAttention, TorchBacken
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.states.self_test import LONG, Request, step_of

@@ -27,8 +27,7 @@ from meshlm.workers import kv_capacity
 from meshlm.workers.distributed.lockstep import StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
-from meshlm.workers.fake.extras import FakeHead, extras_of
-from meshlm.workers.fake.rows import FakeRows, StepArrays
+from meshlm.workers.fake.extras import FakeHead, FakeRows, StepArrays, extras_of
 from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, columns, dice, powers
 from meshlm.workers.output.grammars import Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess

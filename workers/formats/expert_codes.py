@@ -19,8 +19,7 @@ from meshlm.kernels.packed_experts.layout import (
     encode_mxfp4,
     unpack,
 )
-from meshlm.workers.formats.format import Encode, GroupedWeight, KernelWeight, ProductOps, WeightedLayer
-from meshlm.workers.formats.unquantized import Unquantized
+from meshlm.workers.formats.format import Encode, GroupedWeight, KernelWeight, ProductOps, Unquantized, WeightedLayer
 
 PARAMETERS = {"codes": "weight", "scales": "weight_scale", "high": "weight_high", "order": "input_order"}
 """The names that an `ExpertWeight`'s tensors have as a layer's parameters."""

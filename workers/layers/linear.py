@@ -3,8 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshlm.workers.formats.format import ProductOps, WeightedLayer
-from meshlm.workers.formats.unquantized import UNQUANTIZED
+from meshlm.workers.formats.format import UNQUANTIZED, ProductOps, WeightedLayer
 from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.partial_sum import PartialSum

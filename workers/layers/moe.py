@@ -12,8 +12,7 @@ from meshlm.kernels.moe_routing.reference import Rule
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.formats.format import WeightedLayer
-from meshlm.workers.formats.unquantized import UNQUANTIZED
+from meshlm.workers.formats.format import UNQUANTIZED, WeightedLayer
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.layers.mlp import MLP
 from meshlm.workers.layers.norm import RMSNorm

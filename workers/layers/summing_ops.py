@@ -1,7 +1,7 @@
 """The ops of a worker whose products are parts of sums: the norm that follows such a product sums over the ranks first.
 
 In a decoder each row-parallel product (o, down) is followed by the addition to the residual stream and a norm, so sum, addition and
-norm are one operation here, and one kernel where the communicator has it; with one row not even that (one_row.py).
+norm are one operation here, and one kernel where the communicator has it; with one row not even that (distributed/symmetric.py).
 """
 
 import torch

@@ -17,8 +17,7 @@ from meshlm.runtime.model_files.checkpoint_files import SCALE_OF_KV_CACHE
 from meshlm.workers import memory
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.formats.format import Encode, WeightedLayer, has_kernels
-from meshlm.workers.formats.gguf import DecodedGGUF
-from meshlm.workers.formats.packed import PackedFormat
+from meshlm.workers.formats.packed import DecodedGGUF, PackedFormat
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
 from meshlm.workers.models.registry import model_class

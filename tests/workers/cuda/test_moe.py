@@ -15,7 +15,7 @@ from near_transformers import MIXTURES, errors, history, transformers_model
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.workers.formats.eight_bits import FP8, groups
-from meshlm.workers.formats.unquantized import plain_experts
+from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts

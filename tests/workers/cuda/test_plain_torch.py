@@ -13,7 +13,7 @@ from engine_driver import Driver, engine, prompts_of
 from near_transformers import GEMMA, check_plain_torch, expected, history, qwen3
 
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.head import TorchHead
+from meshlm.workers.output.sampler import TorchHead
 
 pytestmark = pytest.mark.gpu
 PLAIN: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "load_format": "auto"}

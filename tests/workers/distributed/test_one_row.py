@@ -12,7 +12,7 @@ from small_models import SMALL
 from meshlm.kernels.allreduce_rmsnorm.kernel import Workspace
 from meshlm.kernels.embedding import kernel as embedding
 from meshlm.kernels.gemv.kernel import Turn
-from meshlm.workers.distributed import one_row
+from meshlm.workers.distributed import symmetric
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="by the interpreter; test_parallel.py has the GPUs")
 
@@ -72,11 +72,11 @@ def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyP
         return torch.empty_like(line)
 
     monkeypatch.setattr(embedding, "send", embed)
-    monkeypatch.setattr(one_row, "gemv", lambda x, *rest, **named: (torch.empty_like(line), line))
-    monkeypatch.setattr(one_row, "pays", lambda weight, rows: True)
+    monkeypatch.setattr(symmetric, "gemv", lambda x, *rest, **named: (torch.empty_like(line), line))
+    monkeypatch.setattr(symmetric, "pays", lambda weight, rows: True)
     addresses = torch.zeros(2, dtype=torch.int64)
     workspace = Workspace(0, 2, 4, 8, (addresses, addresses, addresses), torch.ones(4, dtype=torch.int32), 4)
-    sums = one_row.OneRow(workspace, lambda count: addresses)
+    sums = symmetric.OneRow(workspace, lambda count: addresses)
     part = sums.send_row(torch.zeros(1, dtype=torch.int64), weight, 0)
     if not under_way:
         sums.norm_linear(part, None, (line[0], 1e-6), weight, None, gate="")
@@ -91,8 +91,8 @@ def test_a_capture_that_failed_leaves_no_turn_behind(monkeypatch: pytest.MonkeyP
 def test_a_sum_by_other_means_must_not_take_the_turn_of_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses, weight = torch.zeros(2, dtype=torch.int64), torch.zeros(8, 8, dtype=torch.bfloat16)
     workspace = Workspace(0, 2, 4, 8, (addresses, addresses, addresses), torch.ones(4, dtype=torch.int32), 4)
-    sums = one_row.OneRow(workspace, lambda count: addresses)
-    monkeypatch.setattr(one_row, "pays", lambda weight, rows: False)
+    sums = symmetric.OneRow(workspace, lambda count: addresses)
+    monkeypatch.setattr(symmetric, "pays", lambda weight, rows: False)
     assert sums.send(weight[:1], weight, None) is None
     sums._nth = 1
     with pytest.raises(AssertionError, match="count its turn from 0"):

@@ -18,7 +18,7 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
-from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps

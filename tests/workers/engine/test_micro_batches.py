@@ -13,7 +13,7 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.batch import UNKNOWN, StepInputs
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.engine.together import Turns, cut_of, reads_across
-from meshlm.workers.formats.unquantized import plain_experts
+from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.collective import AllGather, Collective, Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE

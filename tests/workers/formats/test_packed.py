@@ -14,9 +14,8 @@ from torch import Tensor
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.workers.formats.format import ProductOps, WeightedLayer
+from meshlm.workers.formats.format import UNQUANTIZED, ProductOps, WeightedLayer
 from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat, packed_linear
-from meshlm.workers.formats.unquantized import UNQUANTIZED
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.weights.scales import tensors_of

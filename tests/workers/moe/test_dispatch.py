@@ -15,7 +15,7 @@ from meshlm.protocol.wire.ids import Epoch
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
-from meshlm.workers.formats.unquantized import plain_experts
+from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.collective import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts

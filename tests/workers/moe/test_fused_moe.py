@@ -13,8 +13,7 @@ from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unp
 from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.formats.expert_codes import packed_experts
-from meshlm.workers.formats.format import KernelWeight
-from meshlm.workers.formats.unquantized import plain_experts
+from meshlm.workers.formats.format import KernelWeight, plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces

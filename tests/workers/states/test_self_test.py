@@ -25,7 +25,7 @@ from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import KnownRequests, Prompt, StepInputs
 from meshlm.workers.engine import state_self_test
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.inputs import TorchInputs
+from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.state_self_test import self_test_model
 from meshlm.workers.models.qwen3_next import GatedDeltaNet
 from meshlm.workers.rows.step_columns import StepColumns

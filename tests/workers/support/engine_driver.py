@@ -16,8 +16,8 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
-from meshlm.workers.output.head import TorchHead
 from meshlm.workers.output.logits_sampler import LogitsSampler
+from meshlm.workers.output.sampler import TorchHead
 
 BLOCK = 16
 MODEL = {

@@ -13,8 +13,8 @@ from meshlm.kernels.allreduce_rmsnorm import kernel
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.distributed import symmetric
 from meshlm.workers.distributed.communicator import Distributed
-from meshlm.workers.distributed.one_row import OneRow
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.distributed.symmetric import OneRow
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.layers.torch_ops import TorchOps

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from sharded_models import load_shards, logits_of, together
 from small_models import caches, load, run
 
-from meshlm.workers.formats.gguf import DecodedGGUF, GGUFFormat, Span
+from meshlm.workers.formats.packed import DecodedGGUF, GGUFFormat, Span
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.weights import load as loading

@@ -16,16 +16,14 @@ from quantised_models import KINDS as FP8
 from small_models import SMALL, load
 from torch import Tensor
 
-from meshlm.workers.formats.format import ProductOps, WeightedLayer
-from meshlm.workers.formats.gguf import GGUFFormat
-from meshlm.workers.formats.packed import PackedFormat
-from meshlm.workers.formats.unquantized import Unquantized
+from meshlm.workers.formats.format import ProductOps, Unquantized, WeightedLayer
+from meshlm.workers.formats.packed import GGUFFormat, PackedFormat
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.linear import Linear
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_parameters import keep_spans
-from meshlm.workers.weights.model_tensors import tensors_of
+from meshlm.workers.weights.reload import tensors_of
 
 INT8 = {
     "quant_method": "compressed-tensors",

@@ -15,7 +15,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import object_store
 from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
 from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.weights import streamed
+from meshlm.workers.weights import sources
 from meshlm.workers.weights.load import load_model
 
 URL = "memory://bucket/models/mine"
@@ -58,7 +58,7 @@ def test_weights_are_those_of_the_folder(
     folder: Path, stored: Any, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks that are smaller than tensors, and larger ones; storage in memory, and files."""
-    monkeypatch.setattr(streamed, "BLOCK", block)
+    monkeypatch.setattr(sources, "BLOCK", block)
     wanted = load(resolve_model(str(folder)))
     for url in (URL, f"file://{folder}"):
         files = resolve_model(url)
@@ -112,7 +112,7 @@ def test_what_cannot_be_streamed_is_one_line(folder: Path, stored: Any, tmp_path
 
 def test_blocks_are_read_ahead_and_forgotten(stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte is asked for once."""
-    monkeypatch.setattr(streamed, "BLOCK", 1000)
+    monkeypatch.setattr(sources, "BLOCK", 1000)
     save_file({f"t{n:02}": torch.full((500,), float(n)) for n in range(20)}, tmp_path / "m.safetensors")
     stored.pipe_file("/bucket/m.safetensors", (tmp_path / "m.safetensors").read_bytes())
     file = object_store.folder_of("memory://bucket/m.safetensors")
@@ -124,7 +124,7 @@ def test_blocks_are_read_ahead_and_forgotten(stored: Any, tmp_path: Path, monkey
         return read(self, begin, end)
 
     monkeypatch.setattr(object_store.RemotePath, "read", counted)
-    for nth, (name, source) in enumerate(streamed.streamed((file,))):
+    for nth, (name, source) in enumerate(sources.streamed((file,))):
         assert name == f"t{nth:02}"
         assert torch.equal(source.whole(), torch.full((500,), float(name[1:])))
     assert sum(asked) <= 2 * 8 + (tmp_path / "m.safetensors").stat().st_size + 2000

@@ -18,8 +18,7 @@ from meshlm.kernels.packed_experts.layout import MXFP4, ExpertWeight, Format
 from meshlm.kernels.packed_experts.runs import random_weight
 from meshlm.kernels.self_test import Result, why_wrong
 from meshlm.workers.formats.expert_codes import packed_experts
-from meshlm.workers.formats.format import GroupedWeight
-from meshlm.workers.formats.unquantized import plain_experts
+from meshlm.workers.formats.format import GroupedWeight, plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.packed import PackedBatchedExperts, PackedExperts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
