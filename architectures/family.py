@@ -100,6 +100,7 @@ class GGUFFamily(NamedTuple):
     keys: frozenset[str] = frozenset()  # that it honours beyond those of all families, without the kind before them
     experts: bool = False  # its files have an expert_count; another family of this kind has files without
     packed: Mapping[str, tuple[str, ...]] = {}  # stems of tensors that hold several weights, one below the other
+    delta_by_kind: bool = False  # rows of a gated delta net stand by kind (queries, keys, values, gates), not by head
     interleaved_heads: bool = False  # rows of query and key heads are stored for rotating neighbours; we rotate halves
 
 

@@ -179,6 +179,7 @@ QWEN3_NEXT = Family(
         GGUF_DELTA | GGUF_KEYS | {"expert_shared_feed_forward_length"},
         experts=True,
         packed=GGUF_PACKED,
+        delta_by_kind=True,
     ),
     compiles=False,
     model="meshlm.workers.models.qwen3_next:Qwen3Next",

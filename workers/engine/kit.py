@@ -1,6 +1,6 @@
 """What the kernels of a device bring to the engine: the only thing in which a CPU, an old GPU and a GPU with Triton differ in a step.
 
-Plain torch (and the compiled C kernels of the CPU) does it on any device, without CUDA graphs; `TritonKit` (triton_kit.py) overrides it,
+Plain torch (and the compiled C kernels of the CPU) does it on any device, without CUDA graphs; `TritonKit` (triton_kit.py) is another,
 since Triton may not even be installed beside a CPU build of torch. The rows hold all tokens and block tables on the device
 (rows/device_rows.py); a step brings what has changed there, and its own columns. Used by the stepper thread.
 """

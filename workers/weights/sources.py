@@ -198,7 +198,9 @@ def _encoded(path: Path, spec: ModelSpec) -> Iterator[tuple[str, Source]]:
         return joined(found, spec)
     if spec.state is None or spec.state.kind != "gated_delta_net":
         return found
-    return by_head(found, spec) if spec.architecture.startswith("Qwen3Next") else by_group(found, spec.state)
+    family = family_of(spec.architecture)
+    by_kind = family is not None and family.gguf is not None and family.gguf.delta_by_kind
+    return by_head(found, spec) if by_kind else by_group(found, spec.state)
 
 
 def _renamed(
