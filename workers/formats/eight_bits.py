@@ -51,6 +51,7 @@ class EightBits(WeightFormat, Generic[Native]):
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self.scheme = scheme
+        self.encode: Encode | None = self.encoded if scheme.online else None
         self._inputs: list[list[InputScale]] = []  # of each matrix
         self._values: list[Tensor] = []  # of a CPU's linear layer: those of each span of rows, packed
         self._native: list[Native] = []  # of a GPU's, where it has the kernels
@@ -63,6 +64,10 @@ class EightBits(WeightFormat, Generic[Native]):
     @abstractmethod
     def decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The values of weights [..., outputs, inputs] with scales [..., outputs, groups]."""
+
+    @abstractmethod
+    def encoded(self, values: Tensor) -> dict[str, Tensor]:
+        """Rounds floats [rows, inputs] to codes and scales of rows, or of a row's groups of inputs."""
 
     @abstractmethod
     def rounded(self, x: Tensor, given: InputScale) -> Tensor:
@@ -162,35 +167,52 @@ LEAST_SCALE = 1e-12  # of a token of zeros
 class Fp8Format(EightBits[Fp8Weight]):
     code_type = FP8
 
-    def __init__(self, scheme: QuantizationScheme) -> None:
-        super().__init__(scheme)
-        self.encode: Encode | None = encoder(scheme) if scheme.online else None
-
     def num_groups(self, inputs: int) -> int:
-        return groups(self.scheme, inputs)
+        return -(-inputs // self.scheme.block[1]) if self.scheme.weight == "block" else 1
 
     def decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        return decoded(codes, scales, self.scheme, dtype)
+        if scales.shape[-1] > 1:
+            scales = scales.repeat_interleave(self.scheme.block[1], dim=-1)[..., : codes.shape[-1]]
+        return (codes.to(torch.float32) * scales).to(dtype)
+
+    def encoded(self, values: Tensor) -> dict[str, Tensor]:
+        inputs, count = values.shape[1], self.num_groups(values.shape[1])
+        size = self.scheme.block[1] if count > 1 else inputs
+        parted = F.pad(values, (0, count * size - inputs)).unflatten(1, (count, size)).flatten(0, 1)
+        codes, scales = quantised_rows(parted)
+        return {"weight": codes.view(len(values), -1)[:, :inputs], "weight_scale": scales.view(len(values), count)}
 
     def rounded(self, x: Tensor, given: InputScale) -> Tensor:
-        return rounded(x, self.scheme, given.scale)
+        scheme, scale = self.scheme, given.scale
+        if scheme.activation == "none":
+            return x
+        values = x.to(torch.float32)
+        if scheme.activation == "group":
+            tail = -values.shape[1] % scheme.group  # the last group may be smaller
+            values = (F.pad(values, (0, tail)) if tail else values).view(values.shape[0], -1, scheme.group)
+        if scale is None:
+            scale = (values.abs().amax(dim=-1, keepdim=True) / MAX).clamp(min=LEAST_SCALE)
+        values = (values / scale).clamp(-MAX, MAX).to(FP8).to(torch.float32) * scale
+        return values.flatten(1)[:, : x.shape[1]].to(x.dtype)
+
+    @property
+    def _group(self) -> int:
+        """Inputs of a weight's row that share a scale; 0: all."""
+        return self.scheme.block[1] if self.scheme.weight == "block" else 0
 
     def native_weight(self, matrix: dict[str, Tensor], given: InputScale, dtype: torch.dtype) -> Fp8Weight | None:
-        if not has_kernels(matrix["weight"].device, dtype) or not has_same_groups(self.scheme):
+        kind, group = self.scheme.activation, self._group
+        has_same_groups = (kind != "group" or self.scheme.group == group) and not (group and kind == "static")
+        if not has_kernels(matrix["weight"].device, dtype) or not has_same_groups:
             return None
         from meshlm.workers.formats import triton_products
 
         return triton_products.tested_fp8(self._weight(matrix, given), dtype)
 
     def _weight(self, matrix: dict[str, Tensor], given: InputScale) -> Fp8Weight:
-        scheme = self.scheme
-        return Fp8Weight(
-            matrix["weight"][given.rows],
-            matrix["weight_scale"][given.rows].contiguous(),
-            scheme.block[1] if scheme.weight == "block" else 0,
-            None if scheme.activation == "none" else scheme.group,
-            given.scale,
-        )
+        codes, scales = matrix["weight"][given.rows], matrix["weight_scale"][given.rows].contiguous()
+        rounded = None if self.scheme.activation == "none" else self.scheme.group
+        return Fp8Weight(codes, scales, self._group, rounded, given.scale)
 
     def native_product(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         from meshlm.workers.formats import triton_products
@@ -214,61 +236,16 @@ class Fp8Format(EightBits[Fp8Weight]):
         return self._weight(matrix, InputScale(0, layer.stack[0], self._largest, None))
 
 
-def has_same_groups(scheme: QuantizationScheme) -> bool:
-    """Whether weights and inputs have scales for the same groups."""
-    group = scheme.block[1] if scheme.weight == "block" else 0
-    return (scheme.activation != "group" or scheme.group == group) and not (group and scheme.activation == "static")
-
-
-def encoder(scheme: QuantizationScheme) -> Encode:
-    """Rounds floats to codes whose scales are of rows, or of a row's groups of inputs."""
-
-    def encode(values: Tensor) -> dict[str, Tensor]:
-        inputs, count = values.shape[1], groups(scheme, values.shape[1])
-        size = scheme.block[1] if count > 1 else inputs
-        parted = F.pad(values, (0, count * size - inputs)).unflatten(1, (count, size)).flatten(0, 1)
-        codes, scales = quantised_rows(parted)
-        return {"weight": codes.view(len(values), -1)[:, :inputs], "weight_scale": scales.view(len(values), count)}
-
-    return encode
-
-
-def decoded(codes: Tensor, scale: Tensor, scheme: QuantizationScheme, dtype: torch.dtype) -> Tensor:
-    """The values of weights [..., outputs, inputs] with scales [..., outputs, groups]."""
-    if scale.shape[-1] > 1:
-        scale = scale.repeat_interleave(scheme.block[1], dim=-1)[..., : codes.shape[-1]]
-    return (codes.to(torch.float32) * scale).to(dtype)
-
-
-def groups(scheme: QuantizationScheme, inputs: int) -> int:
-    """The number of scales that a row of the weight has."""
-    return -(-inputs // scheme.block[1]) if scheme.weight == "block" else 1
-
-
-def rounded(x: Tensor, scheme: QuantizationScheme, input_scale: Tensor | None) -> Tensor:
-    """x [m, inputs] with the values that FP8 leaves of it."""
-    if scheme.activation == "none":
-        return x
-    values = x.to(torch.float32)
-    if scheme.activation == "group":
-        tail = -values.shape[1] % scheme.group  # the last group may be smaller
-        values = (F.pad(values, (0, tail)) if tail else values).view(values.shape[0], -1, scheme.group)
-    scale = (
-        (values.abs().amax(dim=-1, keepdim=True) / MAX).clamp(min=LEAST_SCALE) if input_scale is None else input_scale
-    )
-    values = (values / scale).clamp(-MAX, MAX).to(FP8).to(torch.float32) * scale
-    return values.flatten(1)[:, : x.shape[1]].to(x.dtype)
-
-
 class Int8Format(EightBits[Int8Weight]):
     code_type = torch.int8
 
-    def __init__(self, scheme: QuantizationScheme) -> None:
-        super().__init__(scheme)
-        self.encode: Encode | None = encode if scheme.online else None
-
     def num_groups(self, inputs: int) -> int:
         return 1
+
+    def encoded(self, values: Tensor) -> dict[str, Tensor]:
+        """Each row to the nearest of 255 integers."""
+        codes, scales, _ = quantise(values, True)
+        return {"weight": codes, "weight_scale": scales}
 
     def decoded(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         return (codes.float() * scales).to(dtype)
@@ -300,9 +277,3 @@ class Int8Format(EightBits[Int8Weight]):
         """As `Fp8Format.expert_kernel`. Activations have no zero points, so the sums of codes are not needed."""
         scales = layer.get_parameter("weight_scale").data
         return Int8Weight(layer.weight.data, scales, scales[:0], True, self._largest)
-
-
-def encode(values: Tensor) -> dict[str, Tensor]:
-    """Each row to the nearest of 255 integers."""
-    codes, scales, _ = quantise(values, True)
-    return {"weight": codes, "weight_scale": scales}

@@ -46,29 +46,16 @@ def load_model(
     progress: Callable[[int, int], None],
     shard: Shard = WHOLE,
     plan: WeightsPlan | None = None,
+    *,
+    prepare: bool = True,
 ) -> Decoder:
     """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
 
-    plan: for packed weights; None: as --gguf-weights auto and --cpu-exact on a CPU, without decoded copies.
+    plan: for packed weights; None: as --gguf-weights auto and --cpu-exact on a CPU, without decoded copies. prepare: else it has the
+    parameters that files fill.
     """
-    if resolved.spec.transformers is not None:
+    if resolved.spec.transformers is not None and prepare:
         return _of_transformers(resolved, device, seed, progress, shard)
-    model = loaded(resolved, device, seed, progress, shard, plan)
-    model.prepare(device, DTYPES[resolved.dtype])
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
-    return model.eval()
-
-
-def loaded(
-    resolved: Resolved,
-    device: torch.device,
-    seed: int,
-    progress: Callable[[int, int], None],
-    shard: Shard = WHOLE,
-    plan: WeightsPlan | None = None,
-) -> Decoder:
-    """See `load_model`: before it is prepared, with the parameters that files fill."""
     with default_dtype(DTYPES[resolved.dtype]):
         model, tensors, kept, needed, copied = planned(resolved, device, seed, shard, plan)
         if resolved.load_format == "sharded_state":
@@ -80,7 +67,12 @@ def loaded(
             make_tensors(model, device)
             fill(model, resolved, tensors(), kept, progress)
         check_finite(model, resolved.model_path)
-    return model
+    if not prepare:
+        return model
+    model.prepare(device, DTYPES[resolved.dtype])
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
+    return model.eval()
 
 
 class PlannedLoad(NamedTuple):

@@ -148,22 +148,23 @@ def _take_scales(model: Decoder, found: _Made) -> None:
 
 def main() -> None:
     """Saves one rank. The answer is an error, or nothing."""
-    from meshlm.workers.weights.load import loaded
+    from meshlm.workers.weights.load import load_model
 
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     try:
-        save_rank(request.config, request.rank, Path(request.folder), request.max_bytes, loaded)
+        save_rank(request.config, request.rank, Path(request.folder), request.max_bytes, load_model)
     except ProcessFatal as error:
         sys.stdout.write("\n" + json.dumps({"error": str(error)}) + "\n")
 
 
-def save_rank(config: MeshConfig, rank: int, folder: Path, max_bytes: int, loaded: Callable[..., Decoder]) -> None:
+def save_rank(config: MeshConfig, rank: int, folder: Path, max_bytes: int, load_model: Callable[..., Decoder]) -> None:
     """Loads on the CPU what this rank has, whatever device serves it, and saves it."""
     resolved = config.resolved
     assert resolved is not None
     with torch.inference_mode():
         shard = Shard.of_worker(config.parallel, rank)
-        model = loaded(resolved, torch.device("cpu"), config.model.seed or 0, lambda done, total: None, shard)
+        given = resolved, torch.device("cpu"), config.model.seed or 0, lambda done, total: None, shard
+        model = load_model(*given, prepare=False)
         save(model, resolved, folder, max_bytes)
 
 

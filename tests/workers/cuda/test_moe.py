@@ -14,7 +14,7 @@ from near_transformers import MIXTURES, errors, history, transformers_model
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.eight_bits import FP8, groups
+from meshlm.workers.formats.eight_bits import FP8, Fp8Format
 from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
@@ -61,7 +61,7 @@ def test_kernels_give_what_plain_torch_gives(name: str, biased: bool, gated: boo
     if scheme is not None:
         gate_up, down = (weight.mul(100).to(FP8) for weight in (gate_up, down))
         some = [
-            torch.rand(*weight.shape[:2], groups(scheme, weight.shape[2]), device="cuda") / 100 + 0.005
+            torch.rand(*weight.shape[:2], Fp8Format(scheme).num_groups(weight.shape[2]), device="cuda") / 100 + 0.005
             for weight in (gate_up, down)
         ]
     extras, act = None, "silu"

@@ -9,7 +9,7 @@ from small_models import resolved
 
 from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.layers.linear import Linear
-from meshlm.workers.weights.load import loaded
+from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.weights_plan import WeightsPlan, keep_values, pays
 
 GB = 1 << 30
@@ -40,7 +40,7 @@ def test_whether_it_pays(changes: dict[str, object], weights: int, copy: int, ke
 def test_packed_layers_are_told(tmp_path: Path) -> None:
     """Those of layer 0's MLP are not quantised."""
     write(tmp_path, KINDS["awq-some"])
-    model = loaded(resolved(tmp_path), torch.device("cpu"), 0, lambda done, total: None)
+    model = load_model(resolved(tmp_path), torch.device("cpu"), 0, lambda done, total: None, prepare=False)
     linears = [one for one in model.modules() if isinstance(one, Linear)]
     packed = [one for one in linears if isinstance(one.format, PackedFormat)]
     assert 0 < len(packed) < len(linears)

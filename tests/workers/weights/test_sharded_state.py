@@ -20,7 +20,7 @@ from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import sharded_state
-from meshlm.workers.weights.load import load_model, loaded
+from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.sharded_state import save_rank
 
 Values = dict[str, object]
@@ -36,7 +36,7 @@ def saved(tmp_path: Path, **values: Any) -> Path:
     settled = resolve.resolve(flags.build(given | values, None))
 
     def in_this_process(request: Any) -> None:
-        save_rank(request.config, request.rank, Path(request.folder), request.max_bytes, loaded)
+        save_rank(request.config, request.rank, Path(request.folder), request.max_bytes, load_model)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(offline, "_save_rank", in_this_process)
@@ -73,7 +73,9 @@ def test_weights_that_were_quantised_are_not_quantised_again(tmp_path: Path) -> 
         for path, kind in ((folder, "dummy"), (tmp_path / "saved", "sharded_state"))
     ]
     with torch.inference_mode():
-        first, second = (loaded(spec, CPU, 0, lambda done, total: None) for spec in specs if spec is not None)
+        first, second = (
+            load_model(spec, CPU, 0, lambda done, total: None, prepare=False) for spec in specs if spec is not None
+        )
     assert any(values.dtype == torch.float8_e4m3fn for values in second.parameters())
     for (name, wanted), values in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(wanted.float(), values.float()), name
