@@ -64,7 +64,10 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
         raise
     except Exception as error:  # Triton and drivers have no class in common; what is no such error is raised again
         moved = before is not None and _inode(where) != before  # by another worker that could not read it
-        if not _of_reading(error) or not (moved or where.is_dir()):
+        of_reading = isinstance(error, READING) or (
+            isinstance(error, RuntimeError) and str(error).startswith("Triton Error")
+        )
+        if not of_reading or not (moved or where.is_dir()):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         aside = f"{where}.broken-..." if moved else _set_aside(where)
@@ -79,11 +82,6 @@ def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return make()
-
-
-def _of_reading(error: Exception) -> bool:
-    """Whether Triton raises such an error when it reads a file of its cache that is damaged or gone."""
-    return isinstance(error, READING) or (isinstance(error, RuntimeError) and str(error).startswith("Triton Error"))
 
 
 def _inode(where: Path) -> int | None:

@@ -135,7 +135,9 @@ def connect(
     plain = Distributed(shard, tensor)
     if device.type == "cuda":
         _say_hello(plain, shard, device, dtype)
-    if not _by_peer_memory(device, shard, interface, custom_all_reduce):
+    if (
+        not custom_all_reduce or device.type != "cuda" or shard.tp_size == 1 or interface is not None
+    ):  # GPUs of one host
         return plain
     from meshlm.workers.distributed.symmetric import make_symmetric
 
@@ -147,11 +149,6 @@ def set_environment(interface: str | None) -> None:
     """What gloo, NCCL and torch read when they first connect; what a user has set stays."""
     for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
         os.environ.setdefault(name, value)
-
-
-def _by_peer_memory(device: torch.device, shard: Shard, interface: str | None, custom_all_reduce: bool) -> bool:
-    """Whether the tensor-parallel ranks try symmetric memory: GPUs of one host, if they may."""
-    return custom_all_reduce and device.type == "cuda" and shard.tp_size > 1 and interface is None
 
 
 def _interface_names(interface: str | None) -> dict[str, str]:

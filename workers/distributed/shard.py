@@ -75,16 +75,13 @@ class Shard:
         return self.tp_rank * each, (self.tp_rank + 1) * each
 
     def kv_heads(self, count: int) -> tuple[int, int]:
-        """First key-value head of a layer that has so many, and the one after the last."""
+        """First key-value head of a layer (or group of B and C) of so many, and the one after the last; with fewer than ranks, several
+        ranks have the same."""
         if count >= self.tp_size:
             each = count // self.tp_size
             return self.tp_rank * each, (self.tp_rank + 1) * each
         head = self.tp_rank * count // self.tp_size
         return head, head + 1
-
-    def state_groups(self, count: int) -> tuple[int, int]:
-        """First group of B and C of so many, and the one after the last; with fewer than ranks, several ranks have the same."""
-        return self.kv_heads(count)
 
     def shard_range(self, size: int) -> tuple[int, int]:
         """Begin and end of this rank's part of a dimension that tp_size divides."""

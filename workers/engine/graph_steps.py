@@ -60,7 +60,9 @@ class TimedSteps:
             self._compile(choices, use)
             recorder = Recorder()
             graphs = [self._captured(recorder, choice, use) for choice in choices]
-            turns = [[self._replayed(graph) for graph in graphs] for _ in range(TURNS)]
+            turns = [
+                [math.inf if graph is None else replay_us(graph, REPLAYS) for graph in graphs] for _ in range(TURNS)
+            ]
             self._inputs.clear()
         return [sorted(times)[TURNS // 2] for times in zip(*turns, strict=True)]
 
@@ -87,9 +89,6 @@ class TimedSteps:
 
     def _launch(self) -> None:
         attempted(lambda: self._padded(KEY), self._engine.device)
-
-    def _replayed(self, graph: torch.cuda.CUDAGraph | None) -> float:
-        return math.inf if graph is None else replay_us(graph, REPLAYS)
 
 
 class PaddedStep:

@@ -103,15 +103,12 @@ class Sleeper:
                 if tag in before and tag not in tags:
                     self._released.pop(tag).restore()
                 elif tag in tags and tag not in before:
-                    self._released[tag] = Released(self._tensors(tag), keep=tag == WEIGHTS)
+                    of_caches = (tensor for cache in engine.compute.caches for tensor in cache.tensors())
+                    tensors = tensors_of(engine.model) if tag == WEIGHTS else of_caches
+                    self._released[tag] = Released(tensors, keep=tag == WEIGHTS)
         if cuda:
             torch.cuda.empty_cache()
         freed = {tag: f"{one.num_bytes / 2**30:.2f} GiB" for tag, one in self._released.items()}
         _log.info("asleep" if freed else "awake", **freed)
         if not self._released:
             engine.capture_again()
-
-    def _tensors(self, tag: str) -> list[Tensor]:
-        if tag == WEIGHTS:
-            return tensors_of(self._engine.model)
-        return [tensor for cache in self._engine.compute.caches for tensor in cache.tensors()]

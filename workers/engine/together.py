@@ -95,9 +95,7 @@ class Together:
 
     def join(self, exchange: StepExchange | None) -> None:
         """See `LockstepEngine.join`."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self.experts.close()
+        self.leave()
         self._exchange, self._num_steps = exchange, 0
         if exchange is not None:
             exchange.when_aborted(self.experts.abort)

@@ -127,7 +127,10 @@ class FakeEngine:
         step = StepColumns(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
         extras, arrays, head = self.extras.for_step(step), self._rows.step(step), FakeHead(self._vocab_size)
         launched = time.monotonic_ns()
-        self._write(arrays, bool(plan.new_rows))
+        if plan.new_rows or len(arrays.slots) > len(arrays.rows):
+            self._write_in_order(arrays)
+        else:
+            self._write_decodes(arrays)
         for extra in extras:
             extra.before_head(head)
             extra.after_model(self._written)
@@ -225,13 +228,6 @@ class FakeEngine:
                 wanted[place] = found
             at += count
         return wanted
-
-    def _write(self, arrays: StepArrays, has_new_rows: bool) -> None:
-        """Every token's state."""
-        if has_new_rows or len(arrays.slots) > len(arrays.rows):
-            self._write_in_order(arrays)
-        else:
-            self._write_decodes(arrays)
 
     def _sample(self, slots: I64, mask: TokenMask | None) -> I32:
         """The tokens that follow those in these slots; where a grammar allows only some, one of these."""

@@ -61,7 +61,7 @@ class PackedFormat(ExpertCodes):
             layer.drop_others()
             super().finish(layer, ops)
             return
-        self.weight = tested(self._packed(layer), layer.dtype)
+        self.weight = tested(self._packed_matrix(layer.matrices()[0], layer.dtype), layer.dtype)
         layer.drop_others()
         if self.keeps_values:
             layer.keep("weight_values", ops.pack(decode(self.weight, layer.dtype)))
@@ -147,9 +147,6 @@ class PackedFormat(ExpertCodes):
             "weight_scale": scale.half().float(),
         }
         return found | ({"weight_zero": zero.to(torch.uint8)} if self.scheme.zeros else {})
-
-    def _packed(self, layer: WeightedLayer) -> PackedWeight:
-        return self._packed_matrix(layer.matrices()[0], layer.dtype)
 
     def _packed_matrix(self, matrix: dict[str, Tensor], dtype: torch.dtype) -> PackedWeight:
         scheme, scale = self.scheme, matrix["weight_scale"]

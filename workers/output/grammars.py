@@ -67,12 +67,6 @@ class TokenMask(NamedTuple):
         return np.unpackbits(self.words.view(np.uint8), axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
-def unconstrained(new: NewRow) -> NewRow:
-    """A row with a grammar, without that which its mask does."""
-    sampling = replace(new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
-    return replace(new, sampling=sampling)
-
-
 class _Unread(NamedTuple):
     """Tokens that were sampled for rows with a grammar, on their way to the host."""
 
@@ -267,7 +261,10 @@ class GrammarRows(RowExtra[Any]):
         return RowFailed(error) if error else None
 
     def rewritten(self, new: NewRow) -> NewRow:
-        return unconstrained(new)
+        sampling = replace(
+            new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=()
+        )  # its mask does that
+        return replace(new, sampling=sampling)
 
     def add_row(self, new: NewRow) -> None:
         grammar = find_extra(new.extras, Grammar)

@@ -113,7 +113,7 @@ class MaskProcess:
                 if not text:
                     return ""
                 try:
-                    return session.ask(session.compiles, _bytes(text), COMPILE_CPU_S).decode()
+                    return session.ask(session.compiles, text.encode("utf-8", "surrogatepass"), COMPILE_CPU_S).decode()
                 except ChildDied as died:
                     self._drop(session)
                     if died.is_of_the_job:
@@ -170,10 +170,6 @@ class MaskProcess:
         with self._opening:
             self._session = None
         self._sandbox.close()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
 
 
 def send(connected: socket.socket, message: bytes) -> None:

@@ -236,7 +236,7 @@ class RowMatcher:
         ends_with = tuple(self._output[-1:])
         for *before, last in (*self._banned.get((), ()), *(self._banned.get(ends_with, ()) if ends_with else ())):
             if not before or self._output[-len(before) :] == before:
-                words[last >> 5] &= ~_bit(last)
+                words[last >> 5] &= ~np.uint32(1 << (last & 31)).view(np.int32)
         if len(self._output) < sampling.min_tokens:
             stops = sampling.stop_token_ids + sampling.eos_token_ids
             words &= ~self._vocabulary.mask_of(stops)
@@ -244,10 +244,6 @@ class RowMatcher:
                 words |= may_end
         if not words.any():
             self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
-
-
-def _bit(token: int) -> np.int32:
-    return np.uint32(1 << (token & 31)).view(np.int32)
 
 
 class Matchers:

@@ -86,7 +86,10 @@ def fill(model: Decoder, resolved: Resolved, progress: Callable[[int, int], None
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                _take_scales(model, _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved))
+                made = _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
+                for layer, scales in zip(model.layers, made.kv_scales, strict=True):
+                    if isinstance(layer, DecoderLayer) and isinstance(layer.attention, Attention):
+                        layer.attention.kv_scale = scales
                 for name in opened.keys():  # noqa: SIM118 - not a dict
                     parameter = missing.pop(name, None)
                     if parameter is None:
@@ -138,12 +141,6 @@ def _made_for(file: Path, said: str, model: Decoder, resolved: Resolved) -> _Mad
                 f"{file}: it was saved for {name} {getattr(found, name)!r}, and {getattr(wanted, name)!r} is wanted"
             )
     return found
-
-
-def _take_scales(model: Decoder, found: _Made) -> None:
-    for layer, scales in zip(model.layers, found.kv_scales, strict=True):
-        if isinstance(layer, DecoderLayer) and isinstance(layer.attention, Attention):
-            layer.attention.kv_scale = scales
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
             return shard.wide(size, of_expert=True)
         case Split.STATE_GROUPS:
             assert spec.state is not None
-            first, last = shard.state_groups(spec.state.n_groups)
+            first, last = shard.kv_heads(spec.state.n_groups)
             return first * size // spec.state.n_groups, last * size // spec.state.n_groups
         case Split.QUERY_HEADS | Split.KV_HEADS:
             of_query = weight.split is Split.QUERY_HEADS

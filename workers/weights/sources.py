@@ -188,7 +188,7 @@ def _sources(
             assert isinstance(path, Path)
             return _encoded(path, spec)
         case "dummy":
-            return _dummy(spec, device, seed)
+            return ((weight.name, _Random(weight, device, seed)) for weight in weights_of(spec).values())
     raise ProcessFatal(f"--load-format {load_format}: not a file format")
 
 
@@ -335,7 +335,10 @@ def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
 
 
 class _Random(Source):
-    """A dummy weight. On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made."""
+    """A dummy weight: small random numbers, the same for the same seed.
+
+    On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made.
+    """
 
     def __init__(self, weight: Weight, device: torch.device, seed: int) -> None:
         self._name, self.shape, self._device, self._seed = weight.name, weight.shape, device, seed
@@ -357,12 +360,6 @@ class _Random(Source):
 
     def whole(self) -> Tensor:
         return self.part(0, 0, self.shape[0] if self.shape else 1)
-
-
-def _dummy(spec: ModelSpec, device: torch.device, seed: int) -> Iterator[tuple[str, Source]]:
-    """Small random weights, the same for the same seed."""
-    for weight in weights_of(spec).values():
-        yield weight.name, _Random(weight, device, seed)
 
 
 def shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:

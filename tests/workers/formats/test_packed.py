@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_values(name: str, tmp_path: Path, monkeypatch: 
 
 def as_on_a_gpu(self: PackedFormat, linear: WeightedLayer, ops: ProductOps) -> None:
     """Words stay, as a GPU has them."""
-    self.weight = self._packed(linear)
+    self.weight = self._packed_matrix(linear.matrices()[0], linear.dtype)
     linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
 
 

@@ -70,7 +70,7 @@ def loaded(folder: Path, config: dict[str, Any]) -> Decoder:
 def test_of_every_quantisation(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def finish(self: PackedFormat, linear: WeightedLayer, ops: ProductOps) -> None:
         """Words stay, as a GPU has them."""
-        self.weight = self._packed(linear)
+        self.weight = self._packed_matrix(linear.matrices()[0], linear.dtype)
         for last in ("weight_scale", "weight_zero", "input_group"):
             linear._parameters.pop(last, None)
         linear.weight = torch.nn.Parameter(self.weight.low, requires_grad=False)
