@@ -52,8 +52,6 @@ SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its t
 
 
 class WorkerApp:
-    """See `meshlm.runtime.process.process.App`."""
-
     def __init__(self) -> None:
         self._mesh: Mesh  # from `start` on
         self._engine: Engine | None = None

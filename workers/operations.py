@@ -193,9 +193,9 @@ class Operations:
                 if self._extension is None:
                     return OperationDone(operation.id, NONE)
                 return self._extension.call(operation.id, asked)
-            case Stop():  # no step is in flight any more, and none follows
-                return OperationDone(operation.id)
-            case Pause() | Resume() | Sleep() | WakeUp() | AbortRunning():  # the scheduler alone has a part in it
+            case (
+                Stop() | Pause() | Resume() | Sleep() | WakeUp() | AbortRunning()
+            ):  # the scheduler alone has a part in it
                 return OperationDone(operation.id)
             case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
                 return OperationDone(operation.id)

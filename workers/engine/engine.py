@@ -50,8 +50,6 @@ MB = 1 << 20
 
 
 class ModelEngine:
-    """See `meshlm.workers.engine.Engine`."""
-
     def __init__(
         self, config: MeshConfig, device: torch.device, backend: Backend, kit: TorchKit, report: ProgressReport,
         placement: WorkerPlacement | None = None,

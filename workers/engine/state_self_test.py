@@ -108,7 +108,6 @@ class _BothAttention:
     def attend(
         self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
-        """See `StepAttention.attend`."""
         rest, copy = (heads, scale, sliding_window), qkv.clone()
         return self._both.run(
             "attention",
@@ -125,7 +124,6 @@ class _BothAttention:
         scale: float,
         chosen: Chosen | LastChoice | None = None,
     ) -> Tensor:
-        """See `StepAttention.attend_latent`."""
         first, second = query.clone(), latent.clone()
         return self._both.run(
             "attention",
@@ -134,7 +132,6 @@ class _BothAttention:
         )
 
     def states(self, group: int) -> StepStates:
-        """See `StepAttention.states`."""
         both = _BothStates(self._both, self._kernels.states(group), self._plain.states(group), self._pages)
         return cast(StepStates, both)
 

@@ -94,7 +94,6 @@ class Together:
         self.whole: Counter[str] = Counter()  # steps that were not halved with --enable-dbo, by reason
 
     def join(self, exchange: StepExchange | None) -> None:
-        """See `LockstepEngine.join`."""
         self.leave()
         self._exchange, self._num_steps = exchange, 0
         if exchange is not None:

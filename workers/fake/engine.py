@@ -48,8 +48,6 @@ def worker_engine(config: MeshConfig, worker: int, membership: Membership, repor
 
 
 class FakeEngine:
-    """See `meshlm.workers.engine.Engine`."""
-
     def __init__(self, config: MeshConfig, report: ProgressReport) -> None:
         resolved = config.resolved
         assert resolved is not None

@@ -169,7 +169,6 @@ class WeightFormat(ABC):
         return (ops.act_mul(out, gate) if gate else out), residual
 
     def row_parallel(self, layer: WeightedLayer, x: Tensor, residual: Tensor | None, ops: ProductOps) -> PartialSum:
-        """See `Ops.row_parallel_linear`."""
         if self.is_fusible:
             return ops.row_parallel_linear(x, layer.weight, layer.bias, layer.outputs, residual)
         return ops.term(self.apply(layer, x, ops), residual)

@@ -89,8 +89,6 @@ class ConstrainedRow:
 
 
 class Grammars:
-    """See the module docstring."""
-
     def __init__(self, backend: "Matchers | MaskProcess") -> None:
         self._backend = backend
         self.rows: dict[int, ConstrainedRow] = {}
@@ -243,8 +241,6 @@ class Constraint(StepExtra[Any]):
 
 
 class GrammarRows(RowExtra[Any]):
-    """See `RowExtra`."""
-
     extra = Grammar
 
     def __init__(self, grammars: Grammars, *, together: bool = False, loads_ahead: bool = False) -> None:

@@ -5,8 +5,8 @@ token's vector for late interaction; both are in files of their own. SPLADE (For
 language model's head; `Pooler` takes the greatest over the prompt.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,11 +23,8 @@ from meshlm.workers.models.encoder import Encoder
 SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"
 
 
-class LexicalHead(Protocol):
-    """What a family makes of states."""
-
-    def __call__(self, states: Tensor, task: Pool) -> Tensor | None:
-        """float32 [n, hidden] -> float32 [n, any]; None where the task is none of its own."""
+LexicalHead = Callable[[Tensor, Pool], Tensor | None]
+"""What a family makes of states float32 [n, hidden]: float32 [n, any]; None where the task is none of its own."""
 
 
 class BgeM3:

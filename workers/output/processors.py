@@ -1,6 +1,7 @@
 """The logits processors of one worker, and which rows they process. Owned by the engine's rows, used by the sampler."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -84,7 +85,9 @@ class Processors(RowExtra[Tensor]):
             if used.is_invariant is not argmax_invariant or not len(places):
                 continue
             used.update()
-            batch = _batch(rows[places], lens[places], prompt_lens[places], tokens, self._device)
+            some, ends = rows[places], lens[places]
+            token_ids = partial(_token_ids, some, ends, tokens, self._device)
+            batch = LogitsBatch(some, ends, prompt_lens[places], token_ids)
             index = torch.from_numpy(places).to(self._device, non_blocking=True)
             part = logits[index]
             found = used.processor.apply(part, batch)
@@ -104,18 +107,9 @@ def processors_of(config: MeshConfig, device: torch.device, max_rows: int) -> Pr
     return Processors(kinds, config, device, max_rows) if kinds else None
 
 
-def _batch(
-    rows: NDArray[np.int32],
-    lens: NDArray[np.int64],
-    prompt_lens: NDArray[np.int64],
-    tokens: Tensor,
-    device: torch.device,
-) -> LogitsBatch:
-    def token_ids() -> Tensor:
-        index = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
-        return tokens[index, : int(lens.max())].clamp(min=0)  # the place of a vector has no id
-
-    return LogitsBatch(rows, lens, prompt_lens, token_ids)
+def _token_ids(rows: NDArray[np.int32], lens: NDArray[np.int64], tokens: Tensor, device: torch.device) -> Tensor:
+    index = torch.from_numpy(rows.astype(np.int64)).to(device, non_blocking=True)
+    return tokens[index, : int(lens.max())].clamp(min=0)  # the place of a vector has no id
 
 
 class TimestampRules(LogitsProcessor):

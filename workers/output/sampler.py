@@ -6,6 +6,7 @@ The draw inverts the cumulative distribution over token ids at one uniform numbe
 """
 
 from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -214,15 +215,7 @@ def _sample_as_llama(
                 line, text, breaks, (params.dry_multiplier, params.dry_base, params.dry_allowed_length, longest)
             )
         if params.truncates_as_llama:
-            chain = Chain(
-                params.top_n_sigma,
-                params.top_k,
-                params.typical_p,
-                params.top_p,
-                params.min_p,
-                params.xtc_probability,
-                params.xtc_threshold,
-            )
+            chain = Chain._make(attrgetter(*Chain._fields)(params))
             truncate(line, chain, float(draws[place]))
 
 

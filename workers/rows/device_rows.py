@@ -94,8 +94,6 @@ def breakers_buffer(num_rows: int, vocab_size: int, device: torch.device) -> Ten
 
 
 class SequenceBreakersRows(RowExtra[Tensor]):
-    """See `RowExtra`."""
-
     extra = SequenceBreakers
 
     def __init__(self, buffer: Tensor) -> None:

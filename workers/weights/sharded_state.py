@@ -21,6 +21,7 @@ from meshlm.runtime.model_files.checkpoint_files import shard_files
 from meshlm.runtime.sharded_state import Request
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer
+from meshlm.workers.weights.sources import opened_file
 
 _KEY = "meshlm"
 # Of packed tensors; another one where kernels read them in another order (1: kernels/packed_experts/layout.py)
@@ -77,33 +78,28 @@ def _parts(model: Decoder, max_bytes: int) -> Iterator[dict[str, Tensor]]:
 
 def fill(model: Decoder, resolved: Resolved, progress: Callable[[int, int], None]) -> None:
     """Fills the parameters. ProcessFatal names the file, and what does not fit this worker."""
-    from safetensors import SafetensorError, safe_open
-
     files = _files(model, resolved)
     missing = dict(model.named_parameters())
     total, done = sum(parameter.nbytes for parameter in missing.values()), 0
     progress(0, total)
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                made = _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
-                for layer, scales in zip(model.layers, made.kv_scales, strict=True):
-                    if isinstance(layer, DecoderLayer) and isinstance(layer.attention, Attention):
-                        layer.attention.kv_scale = scales
-                for name in opened.keys():  # noqa: SIM118 - not a dict
-                    parameter = missing.pop(name, None)
-                    if parameter is None:
-                        raise ProcessFatal(f"{file}: tensor {name} is not of this worker, or in another part, too")
-                    tensor = opened.get_tensor(name)
-                    if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
-                        raise ProcessFatal(
-                            f"{file}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}; this worker has "
-                            f"{parameter.dtype} {tuple(parameter.shape)}"
-                        )
-                    parameter.data.copy_(tensor)
-                    done += tensor.nbytes
-        except (SafetensorError, OSError) as error:
-            raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
+        with opened_file(file, torch.device("cpu")) as opened:
+            made = _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
+            for layer, scales in zip(model.layers, made.kv_scales, strict=True):
+                if isinstance(layer, DecoderLayer) and isinstance(layer.attention, Attention):
+                    layer.attention.kv_scale = scales
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                parameter = missing.pop(name, None)
+                if parameter is None:
+                    raise ProcessFatal(f"{file}: tensor {name} is not of this worker, or in another part, too")
+                tensor = opened.get_tensor(name)
+                if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):
+                    raise ProcessFatal(
+                        f"{file}: tensor {name} is {tensor.dtype} {tuple(tensor.shape)}; this worker has "
+                        f"{parameter.dtype} {tuple(parameter.shape)}"
+                    )
+                parameter.data.copy_(tensor)
+                done += tensor.nbytes
         progress(done, total)
     if missing:
         raise ProcessFatal(f"{files[0]}: tensor {sorted(missing)[0]} is missing (and {len(missing) - 1} more)")
@@ -111,14 +107,9 @@ def fill(model: Decoder, resolved: Resolved, progress: Callable[[int, int], None
 
 def check(model: Decoder, resolved: Resolved) -> None:
     """ProcessFatal names a file that is not there, or was made for another worker. Their headers alone are read."""
-    from safetensors import SafetensorError, safe_open
-
     for file in _files(model, resolved):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
-        except (SafetensorError, OSError) as error:
-            raise ProcessFatal(f"{file}: cannot be read, perhaps cut short ({error})") from None
+        with opened_file(file, torch.device("cpu")) as opened:
+            _made_for(file, (opened.metadata() or {}).get(_KEY, ""), model, resolved)
 
 
 def _files(model: Decoder, resolved: Resolved) -> tuple[Path, ...]:

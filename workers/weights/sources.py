@@ -300,16 +300,16 @@ class _Slice(Source):
 
 def _safetensors(files: tuple[Path, ...], device: torch.device) -> Iterator[tuple[str, Source]]:
     for file in files:  # minutes may pass before the last is reached, and reading past a mapped file's end is SIGBUS
-        with _opened(file, torch.device("cpu")):
+        with opened_file(file, torch.device("cpu")):
             pass
     for file in files:
-        with _opened(file, device) as opened:
+        with opened_file(file, device) as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 yield name, _Slice(opened, name)
 
 
 @contextlib.contextmanager
-def _opened(file: Path, device: torch.device) -> Iterator[Any]:
+def opened_file(file: Path, device: torch.device) -> Iterator[Any]:
     """A safetensors file that is as long as its header says. ProcessFatal."""
     from safetensors import SafetensorError, safe_open
 

@@ -42,8 +42,6 @@ class VectorStep(StepExtra[Tensor]):
 
 
 class PromptEmbedsRows(RowExtra[Tensor]):
-    """See `RowExtra`."""
-
     extra = PromptEmbeds
 
     def __init__(self, buffer: Tensor) -> None:
@@ -102,8 +100,6 @@ class AudioStep(StepExtra[Tensor]):
 
 
 class AudioRows(RowExtra[Tensor]):
-    """See `RowExtra`."""
-
     extra = Audio
 
     def __init__(self, table: RowTable, encode: Encode, device: torch.device) -> None:

@@ -50,8 +50,6 @@ class Pooling(NamedTuple):
 
 
 class PoolingRows(RowExtra[States]):
-    """See `RowExtra`."""
-
     extra = Pool
 
     def __init__(self, columns: RowColumns, pooled_step: Callable[[list[Pooling]], StepExtra[States] | None]) -> None:
@@ -92,8 +90,6 @@ class PromptSpan(NamedTuple):
 
 
 class PromptLogprobsRows(RowExtra[States]):
-    """See `RowExtra`."""
-
     def __init__(self, columns: RowColumns, step_of: Callable[[list[PromptSpan]], StepExtra[States]]) -> None:
         """step_of: finds them for the rows of a step."""
         self._columns, self._step_of = columns, step_of
