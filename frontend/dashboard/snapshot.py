@@ -52,9 +52,6 @@ class Known(Struct, frozen=True):
     ended: tuple[RequestView, ...]  # since the snapshot before
 
 
-# --- percentiles and rates of the last seconds ---
-
-
 class Times:
     """Durations of the last WINDOW_S seconds, in logarithmic buckets."""
 
@@ -128,9 +125,6 @@ def _rate(points: deque[tuple[float, float]], total: float, now: float) -> float
     return (last - first) / (ended - begun) if ended > begun else 0.0
 
 
-# --- snapshots ---
-
-
 class Snapshots:
     """Makes them as JSON (protocol/dashboard.py: Snapshot): parts that are as they were are not encoded again. Keeps what rates need.
     `now` is of the loop's clock, `wall_s` of the wall's."""
@@ -161,9 +155,7 @@ class Snapshots:
         return _fields(
             number=self._number,
             at_s=round(wall_s, 3),
-            frontend=self._facts.frontend,
-            version=self._facts.version,
-            model=self._facts.model,
+            **msgspec.structs.asdict(self._facts),
             serving=stats.serving,
             reason=stats.reason,
             paused=stats.paused,

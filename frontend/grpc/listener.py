@@ -219,7 +219,12 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         """HttpError for a call that is not let in."""
         if method.startswith(OPEN_SERVICES):
             return
-        self._check_page(metadata)
+        # What gRPC-Web brings through a proxy: a page of another origin asks nothing of a server without an API key.
+        origin, site = metadata.get("origin"), metadata.get("sec-fetch-site")
+        server = self._backend.config.server
+        is_program = (origin is None and site is None) or site == "same-origin"
+        if not (server.has_api_keys or is_program or {"*", origin} & {*server.cors_origins}):
+            raise HttpError(403, OTHER_SITE.format(origin=str(origin)[:MAX_SHOWN]))
         wanted = scope_of(method)
         if self._keys.asks_for(wanted):
             given = str(metadata.get("authorization", "")).removeprefix("Bearer ").encode()
@@ -232,14 +237,6 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 take(self._backend.observer.rates, found)
         if method in SUBMITS and (reason := self._backend.readiness.refusal(attaches=False)):
             raise HttpError(503, reason, kind="overloaded_error")
-
-    def _check_page(self, metadata: Mapping[str, str | bytes]) -> None:
-        """What gRPC-Web brings through a proxy: a page of another origin asks nothing of a server without an API key."""
-        origin, site = metadata.get("origin"), metadata.get("sec-fetch-site")
-        server = self._backend.config.server
-        is_program = (origin is None and site is None) or site == "same-origin"
-        if not (server.has_api_keys or is_program or {"*", origin} & {*server.cors_origins}):
-            raise HttpError(403, OTHER_SITE.format(origin=str(origin)[:MAX_SHOWN]))
 
 
 def scope_of(method: str) -> str:

@@ -129,10 +129,9 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         cost, started, status = backend.requests.admit(parsed_request), time.monotonic(), 200
         self._open[name] = answer
         try:
-            for choices, submit in list(
-                submits.build_each(answer, parsed_request, backend.requests.new_handle, rank, draws=backend.draws)
-            ):
-                backend.requests.open(choices, submit)
+            new_handle = backend.requests.new_handle
+            for asked in list(submits.build_each(answer, parsed_request, new_handle, rank, draws=backend.draws)):
+                backend.requests.open(*asked)
             yield
         except HttpError as error:
             status = error.status
@@ -164,9 +163,8 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
             if answer.error is not None:
                 raise answer.error
         (vector,) = answer.vectors()
-        return pb.EmbedResponse(
-            embedding=vector.tolist(), prompt_tokens=answer.num_prompt_tokens(), embedding_dim=len(vector)
-        )
+        count = answer.num_prompt_tokens()
+        return pb.EmbedResponse(embedding=vector.tolist(), prompt_tokens=count, embedding_dim=len(vector))
 
     # --- the server ---
 

@@ -35,10 +35,8 @@ _log = Limited(structlog.get_logger())
 def cut_off(transport: Any, reason: str) -> None:
     """End the connection of a client that leaves its answer, and say so: its request's line tells no more than that it was aborted."""
     peer = transport.get_extra_info("peername")
-    unsent = transport.get_write_buffer_size()
-    _log.warning(
-        "client cut off", reason=reason, unsent_bytes=unsent, client=peer[0] if isinstance(peer, tuple) else None
-    )
+    client = peer[0] if isinstance(peer, tuple) else None
+    _log.warning("client cut off", reason=reason, unsent_bytes=transport.get_write_buffer_size(), client=client)
     transport.abort()
 
 

@@ -170,9 +170,10 @@ def observe_end(metrics: "Metrics", answer: Response, max_model_len: int) -> Ite
         if number % CHOICES_AT_ONCE == 0:
             yield
         finished, engine = choice.finished, metrics.engine(choice.engine)
-        if finished is None and choice.submit.retry is not None:
-            continue
-        if _was_told(choice) or _was_refused(choice):
+        retries = choice.submit.retry is not None
+        # An earlier connection had all of it, and counted it.
+        was_told = retries and 0 < len(choice.token_ids) <= choice.num_told
+        if (finished is None and retries) or was_told or _was_refused(choice):
             continue
         engine.finished(FinishReason.ABORT if finished is None else finished.reason)
         if choice.first_at:
@@ -207,11 +208,6 @@ def _observe_sequence(metrics: "Metrics", answer: Response, choice: Choice, max_
 def _num_cached(choice: Choice) -> int:
     """Its prompt tokens that its rank had computed before."""
     return max(0, choice.first.num_cached_tokens) if choice.first is not None else 0
-
-
-def _was_told(choice: Choice) -> bool:
-    """An earlier connection had all of it, and counted it."""
-    return choice.submit.retry is not None and 0 < len(choice.token_ids) <= choice.num_told
 
 
 def _was_refused(choice: Choice) -> bool:

@@ -103,15 +103,13 @@ class Traces:
     def __init__(self, config: ObservabilityConfig, process: str, version: str, log: Any) -> None:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says each failure, and we say one
         name = os.environ.get("OTEL_SERVICE_NAME", "meshlm")
-        resource = Resource.create(
-            {"service.name": name, "service.version": version, "service.instance.id": f"{process}-{os.getpid()}"}
-        )
+        instance = f"{process}-{os.getpid()}"
+        resource = Resource.create({"service.name": name, "service.version": version, "service.instance.id": instance})
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler  # OTEL_TRACES_SAMPLER's
         self._resource, self._scope = resource, InstrumentationScope("meshlm.frontend", version)
         self._exporter = _Exporter(_exporter(config.otlp_traces_endpoint), config.otlp_traces_endpoint, log)
-        self._queue = BatchSpanProcessor(
-            self._exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=TIMEOUT_S * 1e3
-        )
+        timeout_ms = TIMEOUT_S * 1e3
+        self._queue = BatchSpanProcessor(self._exporter, max_queue_size=MAX_QUEUED, export_timeout_millis=timeout_ms)
         self._ids = RandomIdGenerator()
         self._propagator = TraceContextTextMapPropagator()
         self._process, self._detailed = process, bool(config.collect_detailed_traces)

@@ -238,9 +238,8 @@ async def collective_rpc(backend: MeshOperations, asked: CollectiveRpcRequest) -
     if asked.method == "reload_weights":  # no worker begins before all have found that they can
         await _done(backend, CallWorkers("verify_weights", b""))
     elif not backend.config.worker.worker_extension_cls:
-        raise HttpError(
-            404, "start the server with --worker-extension-cls to call into workers", kind="not_found_error"
-        )
+        text = "start the server with --worker-extension-cls to call into workers"
+        raise HttpError(404, text, kind="not_found_error")
     arguments = msgspec.json.encode({"args": asked.args, "kwargs": asked.kwargs})
     limit = {} if asked.timeout is None else {"limit_s": asked.timeout}
     answer = await backend.operate(CallWorkers(asked.method, arguments, **limit))

@@ -121,12 +121,10 @@ class Application:
             ],
             middleware=[
                 Middleware(endpoint.RootPath, root=server.root_path),
-                Middleware(endpoint.Gate, check=WebPages(server, PATHS).check, refused=refused, submits=PATHS.submits),
+                Middleware(endpoint.Gate, WebPages(server, PATHS).check, refused, PATHS.submits),
                 cors,
-                Middleware(endpoint.Gate, check=keys.check, refused=refused, submits=PATHS.submits),
-                Middleware(
-                    endpoint.LoadShedder, refusal=backend.readiness.refusal, refused=refused, submits=PATHS.submits
-                ),
+                Middleware(endpoint.Gate, keys.check, refused, PATHS.submits),
+                Middleware(endpoint.LoadShedder, backend.readiness.refusal, refused, PATHS.submits),
             ],
             exception_handlers={HTTPException: endpoint.plain_error},
         )

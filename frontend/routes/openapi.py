@@ -36,6 +36,11 @@ _EVENT: Json = {  # of a stream, field by field
     "properties": {"data": {"type": "string", "description": "A chunk as JSON, or [DONE]."}, "id": {"type": "string"}},
 }
 _TEXT: Json = {"schema": {"type": "string"}}
+_DESCRIPTION = (
+    "The API of OpenAI and vLLM, and Anthropic's messages. A field that changes the answer, of these or of another server, is "
+    "honoured where a path has it, and refused by name, with status 400, where it has not and the field asks for something: "
+    "{refused}. Without effect: {needless}. Other unknown fields are ignored."
+)
 _REF = "#/components/schemas/{name}"
 
 
@@ -50,9 +55,15 @@ def document(operations: Sequence[Operation], version: str, keys: bool, served: 
     for op in operations:
         for method in op.methods:
             paths.setdefault(op.path, {})[method.lower()] = _operation(op, method, refs, keys, served)
+    refused = ", ".join(f"`{name}`" for name in sorted({name for group in GROUPS.values() for name in group}))
+    needless = ", ".join(f"`{name}`" for name in NEEDLESS)
     found: Json = {
         "openapi": "3.1.0",
-        "info": {"title": "MeshLM", "version": version, "description": _description()},
+        "info": {
+            "title": "MeshLM",
+            "version": version,
+            "description": _DESCRIPTION.format(refused=refused, needless=needless),
+        },
         "paths": paths,
         "components": {"schemas": dict(sorted(components.items()))},
     }
@@ -62,15 +73,6 @@ def document(operations: Sequence[Operation], version: str, keys: bool, served: 
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
     return found
-
-
-def _description() -> str:
-    refused = ", ".join(f"`{name}`" for name in sorted({name for group in GROUPS.values() for name in group}))
-    return (
-        "The API of OpenAI and vLLM, and Anthropic's messages. A field that changes the answer, of these or of another server, is "
-        "honoured where a path has it, and refused by name, with status 400, where it has not and the field asks for something: "
-        f"{refused}. Without effect: {', '.join(f'`{name}`' for name in NEEDLESS)}. Other unknown fields are ignored."
-    )
 
 
 def _operation(op: Operation, method: str, refs: Refs, keys: bool, served: Served) -> Json:

@@ -104,11 +104,12 @@ class RequestReader:
         return model or names[0]
 
     def completion(self, request: Request, raw: bytes) -> ReadRequest:
-        resolved = self._backend.resolved
-        check = partial(limits.check_raw, resolved=resolved)
-        body, unknown = bodies.decode(raw, CompletionRequest, check, self.longest)
+        resolved, server = self._backend.resolved, self._backend.config.server
+        body, unknown = bodies.decode(
+            raw, CompletionRequest, partial(limits.check_raw, resolved=resolved), self.longest
+        )
         model = self.check_model(body.model)
-        parsed_request = parse.completion(body, unknown, resolved, self._backend.config.server)
+        parsed_request = parse.completion(body, unknown, resolved, server)
         return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
 
     def chat(self, request: Request, raw: bytes) -> ReadRequest:

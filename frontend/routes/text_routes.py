@@ -49,9 +49,8 @@ class TextRoutes:
             return None
         ids = memoryview(reply.token_ids).cast("i").tolist()
         strings = list(reply.strings) if body.return_token_strs else None
-        return json_response(
-            {"count": len(ids), "max_model_len": reply.max_model_len, "tokens": ids, "token_strs": strings}
-        )
+        counts = {"count": len(ids), "max_model_len": reply.max_model_len}
+        return json_response({**counts, "tokens": ids, "token_strs": strings})
 
     def _tokenize(self, request: Request, raw: bytes) -> tuple[schema.TokenizeRequest, tuple[str, ...], Prompt]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)

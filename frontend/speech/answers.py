@@ -167,9 +167,8 @@ class SpeechResponse(WholeResponse):
         ends = self.parsed_request.mesh.sampling.eos_token_ids
         for place, chunk in enumerate(transcription.chunks):
             positions = self._logprobs.get(place, [])
-            found += segments_of(
-                positions, self._written(place), transcription.zero, ends, chunk.begin_s, chunk.length_s
-            )
+            text, times = self._written(place), (chunk.begin_s, chunk.length_s)
+            found += segments_of(positions, text, transcription.zero, ends, *times)
         return found
 
     def _usage(self) -> DurationUsage | msgspec.UnsetType:
@@ -194,15 +193,8 @@ class SpeechResponse(WholeResponse):
             )
             for number, segment in enumerate(self._segments())
         ]
-        return TranscriptionResponse(
-            self._text(),
-            transcription.task,
-            transcription.language,
-            transcription.seconds,
-            segments,
-            None,
-            self._usage(),
-        )
+        told = (transcription.task, transcription.language, transcription.seconds)
+        return TranscriptionResponse(self._text(), *told, segments, None, self._usage())
 
 
 class SpeechStream(Response):

@@ -31,6 +31,7 @@ KINDS: Mapping[schema.SpeechTask, type[schema.SpeechRequest]] = {
     "translate": schema.TranslationRequest,
 }
 ENGLISH = "en"
+TIMED = ("verbose_json", "srt", "vtt")  # forms that say when something is said
 
 
 class _Parts:
@@ -100,9 +101,8 @@ def read_form(content_type: str, body: bytes) -> list[tuple[str, bytes]]:
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         shown = content_type[:60] or "nothing"
-        raise HttpError(
-            400, f"Content-Type: send the form as multipart/form-data with a boundary, not as {shown!r}", "Content-Type"
-        )
+        text = f"Content-Type: send the form as multipart/form-data with a boundary, not as {shown!r}"
+        raise HttpError(400, text, "Content-Type")
     parts = _Parts()
     try:
         parser = MultipartParser(boundary, parts.callbacks())
@@ -162,8 +162,7 @@ class Transcription:
 
     @property
     def has_timestamps(self) -> bool:
-        """Whether the answer says when something is said."""
-        return self.response_format in ("verbose_json", "srt", "vtt")
+        return self.response_format in TIMED
 
     @property
     def zero(self) -> int:
@@ -223,8 +222,7 @@ def transcription_of(body: schema.SpeechRequest, task: schema.SpeechTask, resolv
     """What is to be written, before the audio is looked at: refuses what does not go together, or what the model cannot do."""
     speech = resolved.speech
     assert speech is not None
-    times = body.response_format in ("verbose_json", "srt", "vtt")
-    if body.stream and times:
+    if body.stream and body.response_format in TIMED:
         text = f"{body.response_format} is not streamed; text and json are"
         raise HttpError(400, f"response_format: {text}", "response_format")
     for name in ("stream_include_usage", "stream_continuous_usage_stats"):

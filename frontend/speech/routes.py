@@ -7,7 +7,7 @@ does not say the language, a step before it finds that.
 import asyncio
 import hashlib
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -85,9 +85,8 @@ class SpeechRoutes:
             before_start=prepare,
         )
         try:
-            return await self._generation.answer(
-                request, asked.parsed_request, asked.model, asked.idempotency_key, PREFIXES[task], made
-            )
+            of_request = (asked.parsed_request, asked.model, asked.idempotency_key)
+            return await self._generation.answer(request, *of_request, PREFIXES[task], made)
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, parse.FILE, error.kind) from None
@@ -108,7 +107,9 @@ class SpeechRoutes:
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = parse.fields_of(parse.read_form(request.headers.get("content-type", ""), raw), LISTS)
         check_last_id(request.headers.get(retry.LAST_ID, ""))
-        idempotency_key = self._reader.idempotency_key(request, _identity(fields))
+        # Told from others by its fields, with the file's digest: not by what only divides the parts of the body.
+        digest = hashlib.sha256(fields.get(parse.FILE, b"")).hexdigest()
+        idempotency_key = self._reader.idempotency_key(request, msgspec.json.encode({**fields, parse.FILE: digest}))
         body, unknown = parse.body_of(fields, task)
         model = self._reader.check_model(body.model)
         transcription = parse.transcription_of(body, task, resolved)
@@ -117,12 +118,6 @@ class SpeechRoutes:
             raise HttpError(413, text, parse.FILE)
         transcription.cut(self._decoder.decode(body.file))
         return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, idempotency_key)
-
-
-def _identity(fields: dict[str, Any]) -> bytes:
-    """The request as JSON, for telling it from others: with the file's digest, and without what only divides the parts of the body."""
-    file = fields.get(parse.FILE, b"")
-    return msgspec.json.encode({**fields, parse.FILE: hashlib.sha256(file).hexdigest()})
 
 
 async def find_language(

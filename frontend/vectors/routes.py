@@ -185,17 +185,15 @@ class Processed:
         answer = self._answer
         assert answer is not None
         try:
-            self._data = await asyncio.to_thread(
-                io_processors.answer_of, self._processor, answer.vectors(), answer.request_id
-            )
+            vectors, name = answer.vectors(), answer.request_id
+            self._data = await asyncio.to_thread(io_processors.answer_of, self._processor, vectors, name)
         except ProcessingError as error:
             raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 
     def _write(self, answer: VectorsResponse) -> bytes:
         try:
-            return msgspec.json.encode(
-                {"request_id": answer.request_id, "created_at": int(time.time()), "data": self._data}
-            )
+            head = {"request_id": answer.request_id, "created_at": int(time.time())}
+            return msgspec.json.encode({**head, "data": self._data})
         except TypeError as error:
             text = f"the I/O processor {type(self._processor).__name__} gave what is no JSON: {error}"
             raise HttpError.of_kind(ErrorKind.INTERNAL, text) from None
