@@ -8,8 +8,7 @@ from torch import Tensor
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.logprobs import PromptLogprobsStep
 from meshlm.workers.output.mask_process import MaskProcess
-from meshlm.workers.output.pooled_heads import PooledHeads, lexical_head, load_dense
-from meshlm.workers.output.pooler import Pooler
+from meshlm.workers.output.pooler import PooledHeads, Pooler, lexical_head, load_dense
 from meshlm.workers.output.processors import processors_of
 from meshlm.workers.rows.device_rows import SequenceBreakersRows
 from meshlm.workers.rows.extras.extra import RowExtra

@@ -31,8 +31,7 @@ from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import read_header, weight_files
 from meshlm.runtime.model_files.object_store import AnyPath, RemotePath, folder_of
-from meshlm.workers.weights.gguf_pairs import by_group, by_head, joined
-from meshlm.workers.weights.gguf_source import encoded_tensors
+from meshlm.workers.weights.gguf_source import by_group, by_head, encoded_tensors, joined
 from meshlm.workers.weights.layouts import by_expert, laid_out, parts_of
 from meshlm.workers.weights.scales import with_scales
 from meshlm.workers.weights.source import ExpertMatrix, Mapped, Part, Source

@@ -102,4 +102,4 @@ def test_what_rows_of_other_steps_have_is_not_called(made: ModelEngine) -> None:
     plan = StepPlan(1, StepId(3), np.array([2], np.int32).tobytes(), *rest, b"\x00", len(PROMPTS[1]) - 5)
     result, calls = traced(made, plan)
     assert list(result.pooled) == [0]
-    assert {Path(path).stem for path in of_kinds(calls)} == {"prompt_results", "pooler", "pooled_heads", "logprobs"}
+    assert {Path(path).stem for path in of_kinds(calls)} == {"prompt_results", "pooler", "logprobs"}
