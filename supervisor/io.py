@@ -26,9 +26,8 @@ from meshlm.supervisor.errors import ContextDoesNotFit, StartError
 from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import network
-from meshlm.supervisor.processes import caches, report, rundir
-from meshlm.supervisor.processes.deaths import KnownDeaths
-from meshlm.supervisor.processes.incarnations import Incarnations
+from meshlm.supervisor.processes import children, report, rundir
+from meshlm.supervisor.processes.incarnations import Incarnations, KnownDeaths
 from meshlm.supervisor.ranks import Ranks
 from meshlm.supervisor.recordings import Recordings
 from meshlm.supervisor.settings import changes
@@ -71,7 +70,7 @@ class Supervisor:
 
     async def start(self) -> None:
         """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
-        self._incarnations.environment = caches.prepared(self.config, self._display.line)
+        self._incarnations.environment = children.prepared(self.config, self._display.line)
         incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
         self._mesh = Mesh(me, incarnation, self.config, self)

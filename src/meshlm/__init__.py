@@ -19,12 +19,12 @@ __all__ = [
     "StructuredOutputsParams",
     "__version__",
 ]
-_MODULES = {"AsyncEngineArgs": "engine_args", "AsyncLLM": "async_llm", "EngineArgs": "engine_args", "RequestOutputKind": "sampling"}
+_MODULES = {"AsyncEngineArgs": "arguments", "AsyncLLM": "async_llm", "EngineArgs": "arguments", "RequestOutputKind": "sampling"}
 _MODULES["PoolingParams"] = "vectors"
 
 if TYPE_CHECKING:
     from meshlm.supervisor.api.async_llm import AsyncLLM
-    from meshlm.supervisor.api.engine_args import AsyncEngineArgs, EngineArgs
+    from meshlm.supervisor.api.arguments import AsyncEngineArgs, EngineArgs
     from meshlm.supervisor.api.llm import (
         LLM,
         BeamSearchParams,

@@ -11,14 +11,12 @@ from typing import Any, ClassVar
 
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.operations import Profile, ResetPrefixCache
-from meshlm.supervisor.api.arguments import refuse
+from meshlm.supervisor.api.arguments import EngineArgs, refuse
 from meshlm.supervisor.api.background import end_of, unless_ended
-from meshlm.supervisor.api.engine_args import EngineArgs
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
-from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
+from meshlm.supervisor.api.outputs import CompletionOutput, OutputStream, Progress, RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
-from meshlm.supervisor.api.streaming import OutputStream, Progress
 from meshlm.supervisor.api.tokenizer import Tokenizer
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput
 from meshlm.supervisor.errors import StartError

@@ -1,4 +1,5 @@
-"""A mesh and its client (client.py) in a background thread with an event loop of its own. Owned by llm.py, and ends with that."""
+"""A mesh and its client (client.py) in a background thread with an event loop of its own, and the requests that run there while the
+program does something else (`enqueue`). Owned by llm.py, and ends with that."""
 
 import asyncio
 import contextlib
@@ -6,19 +7,23 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import uvloop
+from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process.deaths import allowed
 from meshlm.supervisor import io
 from meshlm.supervisor.api.client import Client
+from meshlm.supervisor.api.outputs import RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError
 from meshlm.supervisor.processes import rundir
@@ -151,3 +156,57 @@ def end_of(supervisor: io.Supervisor) -> StartError:
     if isinstance(found, ContextDoesNotFit):
         return ContextDoesNotFit(str(found), found.fits)
     return StartError(str(found) if isinstance(found, StartError) else "the mesh has ended")
+
+
+class _Batch(NamedTuple):
+    """What one call has enqueued."""
+
+    work: Future[list[RequestOutput]]
+    each: Sequence[SamplingParams]
+
+
+class Enqueued:
+    """Those that nobody has waited for, in their order."""
+
+    def __init__(self, background: Background) -> None:
+        self._background = background
+        self._batches: list[_Batch] = []
+
+    def add(self, submits: Sequence[tuple[Submit, RequestOutput]], each: Sequence[SamplingParams]) -> list[str]:
+        """Send them, and do not wait: the ids of the requests."""
+        run = self._background.client.run(submits, None)
+        work = self._background.start(unless_ended(self._background.supervisor, run))
+        self._batches.append(_Batch(work, each))
+        return [request.request_id for _, request in submits]
+
+    def wait(self, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+        """The results of all. Where a batch fails the others end all the same before its error is raised."""
+        batches, self._batches = self._batches, []
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        total = sum(one.n for batch in batches for one in batch.each)
+        found: list[RequestOutput] = []
+        errors: list[Exception] = []
+        try:
+            with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                for batch in batches:
+                    try:
+                        found += finished(batch.work.result(), batch.each)
+                    except (ValueError, StartError) as error:
+                        errors.append(error)
+                    bar.update(sum(one.n for one in batch.each))
+        except BaseException:  # Ctrl-C: nobody waits for them any more
+            for batch in batches:
+                batch.work.cancel()
+            raise
+        if errors:
+            raise errors[0]
+        return found
+
+
+def finished(found: list[RequestOutput], each: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """The same, without the text of those that asked for none."""
+    for request, one in zip(found, each, strict=True):
+        if not one.detokenize:
+            for output in request.outputs:
+                output.text = ""
+    return found

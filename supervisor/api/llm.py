@@ -16,23 +16,22 @@ from tqdm import tqdm
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.wire.columns import ints
-from meshlm.supervisor.api import rpc
+from meshlm.supervisor.api import operations
 from meshlm.supervisor.api.arguments import refuse, settings_of
-from meshlm.supervisor.api.background import Background
+from meshlm.supervisor.api.background import Background, Enqueued, finished
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
-from meshlm.supervisor.api.enqueued import Enqueued, finished
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
+from meshlm.supervisor.api.operations import Sleeper
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
-from meshlm.supervisor.api.sleep import Sleeper
 from meshlm.supervisor.api.submits import Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
-from meshlm.supervisor.settings import context, flags, node_rules, resolve, vllm_env
+from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
-    from meshlm.supervisor.api.engine_args import EngineArgs
+    from meshlm.supervisor.api.arguments import EngineArgs
 
 # Work comes at once, nothing idles then, and nobody reads along.
 OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
@@ -52,7 +51,7 @@ class LLM:
         if idle := vllm_env.without_effect(os.environ):
             warnings.warn(idle, stacklevel=2)
         node_rules.check_alone(config)
-        self._background = context.fitting(lambda at_most: Background(resolve.for_mesh(config, at_most)))
+        self._background = resolve.fitting(lambda at_most: Background(resolve.for_mesh(config, at_most)))
         self._config = self._background.config
         self._supervisor, self._client = self._background.supervisor, self._background.client
         self._submits = Submits(self._config, self._client)
@@ -342,7 +341,7 @@ class LLM:
     ) -> list[Any]:
         """What a method of `worker_extension_cls` gives, in the order of the workers. Arguments and results are values of JSON; other
         results come as text. timeout: in seconds. ValueError says what went wrong."""
-        return self._background.ask(rpc.call(self._supervisor, method, timeout, args, kwargs))
+        return self._background.ask(operations.call_workers(self._supervisor, method, timeout, args, kwargs))
 
     def get_metrics(self) -> list[Metric]:
         """What ranks are at and what sequences took that have ended, under names of /metrics, in vLLM's classes (metrics.py)."""

@@ -1,14 +1,17 @@
-"""What benchmarks send: made of random token ids, or read from a file, by vLLM's rules. A tokenizer is what the caller brings."""
+"""What benchmarks send: made of random token ids, or read from a file, by vLLM's rules; and the tokenizers that read it."""
 
 import json
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from meshlm.supervisor.errors import UsageError
+import msgspec
+
+from meshlm.supervisor.cli.terminal import Server
+from meshlm.supervisor.errors import StartError, UsageError
 
 MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # what vLLM's sampler of ShareGPT keeps
 CHUNK = 500  # texts tokenized at a time
@@ -263,3 +266,52 @@ def rows_of_hub(path: str, subset: str | None, split: str | None, stream: bool) 
         raise UsageError(
             f"--dataset-path {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from None
+
+
+class ServerTexts:
+    """The served model's tokenizer, by the server's routes (data.Texts). StartError when the server does not tokenize."""
+
+    def __init__(self, server: Server, model: str, template_kwargs: Mapping[str, Any] | None) -> None:
+        self._server, self._model, self._kwargs = server, model, dict(template_kwargs or {})
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [self._tokens({"prompt": text}) for text in texts]
+
+    def chat(self, text: str) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        kwargs = {"chat_template_kwargs": self._kwargs} if self._kwargs else {}
+        return self._tokens({"messages": messages, "add_generation_prompt": True, **kwargs})
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._ask("/detokenize", {"tokens": token_ids}, "prompt"))
+
+    def _tokens(self, body: dict[str, Any]) -> list[int]:
+        found: list[int] = self._ask("/tokenize", body, "tokens")
+        return found
+
+    def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
+        try:
+            with self._server.request("POST", path, {"model": self._model, **body}) as response:
+                return msgspec.json.decode(response.read())[key]
+        except StartError as error:
+            raise StartError(f"POST {path}: {error}; --tokenizer takes one of your own") from None
+
+
+class OwnTexts:
+    """A tokenizer.json. Chat templates are the server's all the same."""
+
+    def __init__(self, name: str, server: ServerTexts) -> None:
+        from tokenizers import Tokenizer
+
+        file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise UsageError(f"--tokenizer {name}: {' '.join(str(error).split())}") from None
+        self.chat = server.chat
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in self._tokenizer.encode_batch(texts)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids))

@@ -7,7 +7,7 @@ from pathlib import Path
 from meshlm.supervisor.api.llm import LLM, SamplingParams
 from meshlm.supervisor.bench import results
 from meshlm.supervisor.bench.data import Lengths, check_fits, random_ids
-from meshlm.supervisor.bench.metrics import percentiles
+from meshlm.supervisor.bench.results import percentiles
 from meshlm.supervisor.bench.serve_flags import at_least
 from meshlm.supervisor.settings import flags, vllm_flags
 

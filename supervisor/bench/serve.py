@@ -1,24 +1,135 @@
-"""`meshlm bench serve`: load on a running OpenAI-style server, measured from the client."""
+"""`meshlm bench serve`: load on a running OpenAI-style server, measured from the client.
+
+Requests are bare HTTP/1.1 streams, so that the client costs as little as it can of the host it shares with the server. They are sent as
+a Poisson process, in bursts or evenly (gamma distribution), or faster and faster.
+"""
 
 import argparse
 import asyncio
+import json
+import math
 import random
 import ssl
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import uvloop
 
-from meshlm.supervisor.bench import data, metrics, results, serve_flags
-from meshlm.supervisor.bench.arrivals import RampUp, delays
-from meshlm.supervisor.bench.client import Target
-from meshlm.supervisor.bench.data import Sample, Texts
-from meshlm.supervisor.bench.metrics import Measured
-from meshlm.supervisor.bench.texts import OwnTexts, ServerTexts
+from meshlm.supervisor.bench import data, results, serve_flags
+from meshlm.supervisor.bench.data import OwnTexts, Sample, ServerTexts, Texts
+from meshlm.supervisor.bench.results import Measured
 from meshlm.supervisor.cli.terminal import Server, model_of
 from meshlm.supervisor.errors import StartError, UsageError
+
+LONGEST_EVENT = 1 << 24
+
+
+class Target(NamedTuple):
+    """The server, and what every request to it says."""
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    endpoint: str
+    headers: Mapping[str, str]
+    body: Mapping[str, Any]  # beside prompt and length
+    is_chat: bool
+
+    async def measured(self, sample: Sample, request_id: str) -> Measured:
+        """An error is a result too."""
+        measured = Measured(start=time.perf_counter(), prompt_len=sample.prompt_len)
+        try:
+            await self._send(sample, request_id, measured)
+        except (OSError, asyncio.IncompleteReadError, ValueError, LookupError, TypeError) as error:
+            measured.error = str(error) or type(error).__name__
+        return measured
+
+    async def _send(self, sample: Sample, request_id: str, measured: Measured) -> None:
+        given: Any = [{"role": "user", "content": sample.prompt}] if self.is_chat else sample.prompt
+        body = {("messages" if self.is_chat else "prompt"): given, "max_tokens": sample.output_len, **self.body}
+        data = json.dumps(body).encode()
+        last = measured.start
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=LONGEST_EVENT, ssl=self.tls)
+        try:
+            headers = {
+                "Host": self.host,
+                "Content-Type": "application/json",
+                "X-Request-Id": request_id,
+                **self.headers,
+            }
+            lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+            head = f"POST {self.endpoint} HTTP/1.1\r\n{''.join(lines)}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+            writer.write(head.encode() + data)
+            if b" 200 " not in await reader.readline():
+                raise ValueError(_message((await reader.read()).partition(b"\r\n\r\n")[2]))
+            texts = []
+            while line := await reader.readline():
+                if not line.startswith(b"data: {"):
+                    continue
+                now = time.perf_counter()
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise ValueError(_message(line[6:]))
+                if event.get("usage"):
+                    measured.output_len = event["usage"]["completion_tokens"]
+                for choice in event.get("choices") or []:
+                    texts.append((choice["delta"].get("content") if self.is_chat else choice["text"]) or "")
+                    if not measured.ttft:
+                        measured.ttft = now - measured.start
+                    else:
+                        measured.itl.append(now - last)
+                    last = now
+        finally:
+            writer.close()
+        if not measured.ttft:
+            raise ValueError("the answer has no event with a choice")
+        measured.output_len = measured.output_len or len(measured.itl) + 1  # a server without usage: a token an event
+        measured.text, measured.latency = "".join(texts), last - measured.start
+        measured.ok = True
+
+
+def _message(body: bytes) -> str:
+    """The server's words for what is wrong; its answer may have a chunk's size before it."""
+    begin, end = body.find(b"{"), body.rfind(b"}")
+    try:
+        return str(json.loads(body[begin : end + 1])["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")[-300:]
+
+
+INFINITE = math.inf
+
+
+class RampUp(NamedTuple):
+    """A rate of requests per second that grows from one value to another."""
+
+    strategy: str  # linear or exponential
+    start: float
+    end: float
+
+    def rate(self, progress: float) -> float:
+        """`progress` from 0 to 1."""
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * progress
+        return float(self.start * (self.end / self.start) ** progress)
+
+
+def delays(count: int, rate: float, burstiness: float, ramp_up: RampUp | None, source: random.Random) -> list[float]:
+    """Seconds from the start to each request. Without ramp_up they are stretched, so that the last one comes at count / rate."""
+    total, found = 0.0, []
+    for number in range(count):
+        now = ramp_up.rate(number / max(1, count - 1)) if ramp_up else rate
+        if now < INFINITE:
+            even = burstiness == INFINITE
+            total += 1 / now if even else source.gammavariate(burstiness, 1 / (now * burstiness))
+        found.append(total)
+    if ramp_up is None and total > 0:
+        found = [delay * count / rate / total for delay in found]
+    return found
+
 
 AGAIN_S = 1.0  # between tries until the server is ready
 
@@ -47,12 +158,12 @@ def run(arguments: argparse.Namespace) -> int:
     target = Target(server.host, server.port, tls, server.base + arguments.endpoint, headers, body, is_chat)
     samples = _samples(arguments, server, shown)
     measured, duration = uvloop.run(_measure(arguments, server, target, samples))
-    result |= metrics.summed_up(measured, duration, goodput)
+    result |= results.summed_up(measured, duration, goodput)
     for name in wanted:
-        result |= metrics.spread(measured, name, percents)
-    metrics.show(result, wanted, percents)
+        result |= results.spread(measured, name, percents)
+    results.show(result, wanted, percents)
     if file is not None:
-        kept = {key: value for key, value in result.items() if arguments.save_detailed or key not in metrics.DETAILS}
+        kept = {key: value for key, value in result.items() if arguments.save_detailed or key not in results.DETAILS}
         results.write(file, kept, append=arguments.append_result)
     return 0
 

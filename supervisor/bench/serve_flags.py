@@ -7,7 +7,7 @@ import uuid
 from typing import Any
 
 from meshlm.supervisor.bench import data
-from meshlm.supervisor.bench.metrics import METRICS
+from meshlm.supervisor.bench.results import METRICS
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import vllm_flags
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.bench import results
-from meshlm.supervisor.bench.metrics import percentiles
+from meshlm.supervisor.bench.results import percentiles
 from meshlm.supervisor.bench.serve_flags import at_least
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.settings import flags

@@ -8,7 +8,7 @@ import msgspec
 
 from meshlm.runtime.process.readable import readable
 from meshlm.supervisor.cli import serve
-from meshlm.supervisor.doctor import communication, gpus, host, settings
+from meshlm.supervisor.doctor import gpus, host, settings
 from meshlm.supervisor.doctor.findings import Finding, State, exit_code
 from meshlm.supervisor.settings import flags
 
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     of_gpus, num_gpus = gpus.findings()
     found += of_gpus
     if not arguments.no_communication:
-        found.append(communication.finding(num_gpus))
+        found.append(gpus.communication(num_gpus))
     found += settings.findings(config)
     if arguments.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(found)) + b"\n")

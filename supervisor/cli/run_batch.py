@@ -22,15 +22,13 @@ from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.process import logs, streams
-from meshlm.supervisor import io
-from meshlm.supervisor.batch import files
-from meshlm.supervisor.batch.run import Counts, Server
-from meshlm.supervisor.batch.run import run as run_lines
+from meshlm.supervisor import batch, io
+from meshlm.supervisor.batch import Counts, Server
 from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import addresses, context, flags, node_rules, placement, resolve, vllm_env
+from meshlm.supervisor.settings import addresses, flags, node_rules, placement, resolve, vllm_env
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
@@ -75,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         streams.json_from_here()
     node_rules.check_alone(config)
     setproctitle.setproctitle("meshlm: supervisor")
-    return context.fitting(lambda at_most: _answer_here(arguments, config, at_most))
+    return resolve.fitting(lambda at_most: _answer_here(arguments, config, at_most))
 
 
 def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int | None) -> int:
@@ -153,15 +151,15 @@ async def _run(arguments: argparse.Namespace, config: MeshConfig, display: Start
 def _answer(arguments: argparse.Namespace, server: Server, ended: threading.Event | None = None) -> int:
     """Answers the file, and says how many lines were answered; 1 where any was not."""
     with (
-        files.requests(arguments.input_file) as source,
-        files.answers(arguments.output_file, arguments.output_tmp_dir) as out,
+        batch.requests(arguments.input_file) as source,
+        batch.answers(arguments.output_file, arguments.output_tmp_dir) as out,
         tqdm(desc="Running batch", unit="req", mininterval=5, disable=None) as bar,
     ):
 
         def told(_: Counts) -> None:
             bar.update()
 
-        counts = run_lines(source, out, server, told, ended)
+        counts = batch.run(source, out, server, told, ended)
     print(
         f"{counts.answered} requests answered, {counts.failed} with an error: {arguments.output_file}", file=sys.stderr
     )

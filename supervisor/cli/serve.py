@@ -24,17 +24,7 @@ from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.settings import (
-    addresses,
-    context,
-    flag_rules,
-    flags,
-    node_rules,
-    placement,
-    resolve,
-    rules,
-    vllm_env,
-)
+from meshlm.supervisor.settings import addresses, flag_rules, flags, node_rules, placement, resolve, rules, vllm_env
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -99,7 +89,7 @@ def of_the_head(config: MeshConfig) -> str:
 def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
     """Runs all processes of this node until they end; of a mesh that only renders, those that need no model."""
     node_rules.check_nodes(config)
-    context.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
+    resolve.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
     return 0
 
 

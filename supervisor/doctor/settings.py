@@ -11,7 +11,7 @@ from meshlm.runtime.mesh import keys
 from meshlm.runtime.model_files import model_files
 from meshlm.supervisor.doctor.findings import Finding, failed, ok, warning
 from meshlm.supervisor.errors import StartError
-from meshlm.supervisor.processes import caches, rundir
+from meshlm.supervisor.processes import children, rundir
 from meshlm.supervisor.settings import resolve
 
 FREE_NEEDED = 10 << 30
@@ -21,7 +21,7 @@ def findings(config: MeshConfig) -> list[Finding]:
     found = [port(config), run_directory(config), api_keys(config)]
     if config.network.key_file:
         found.append(mesh_keys(config.network.key_file))
-    found += [cache(variable) for variable in caches.USUAL]
+    found += [cache(variable) for variable in children.USUAL]
     found += [downloads(), model(config)]
     return found
 
@@ -82,11 +82,11 @@ def mesh_keys(path: str) -> Finding:
 
 def cache(variable: str) -> Finding:
     """Where compiled kernels are kept."""
-    _, why = caches.for_workers({"XDG_CACHE_HOME": "cpu", "TRITON_CACHE_DIR": "cuda"}[variable], os.environ)
+    _, why = children.for_workers({"XDG_CACHE_HOME": "cpu", "TRITON_CACHE_DIR": "cuda"}[variable], os.environ)
     name = f"cache ({variable})"
     if why:
         return warning(name, why, f"set {variable} to a folder that keeps: each start compiles anew otherwise")
-    return ok(name, os.environ.get(variable) or f"~/{caches.USUAL[variable]}")
+    return ok(name, os.environ.get(variable) or f"~/{children.USUAL[variable]}")
 
 
 def downloads() -> Finding:

@@ -13,7 +13,7 @@ from meshlm.protocol.wire.ids import HEAD, Identity, Role
 from meshlm.protocol.wire.session import RIVAL
 from meshlm.supervisor.control import MeshStatus, ProcessStatus, StandbyStatus
 from meshlm.supervisor.group.operations import Operations
-from meshlm.supervisor.nodes import agreement
+from meshlm.supervisor.nodes import core
 from meshlm.supervisor.nodes.core import Nodes
 from meshlm.supervisor.recordings import Recordings
 
@@ -55,7 +55,7 @@ class Head:
         assert config.node is not None
         self._own, self._parallel, self._listen, self._clock = own, config.parallel, config.network.listen, clock
         self._look_at, self._say_at = 0.0, clock() + SAY_AFTER_S
-        self._nodes = Nodes(config.node.ranks, config.node.workers, agreement.facts(config))
+        self._nodes = Nodes(config.node.ranks, config.node.workers, core.facts(config))
 
     def begin(self) -> None:
         self._own.begin()
@@ -173,7 +173,7 @@ class Guest:
     def __init__(self, config: MeshConfig, own: Own, clock: Callable[[], float] = time.monotonic) -> None:
         assert config.node is not None
         self._own, self._node, self._clock = own, config.node, clock
-        self._facts = agreement.facts(config)
+        self._facts = core.facts(config)
         self._until = clock() + config.run.startup_timeout
         self._welcome = self._was_welcome = self._ends = False
         self._reported_at = 0.0

@@ -10,8 +10,9 @@ import importlib.util
 import os
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -27,12 +28,11 @@ from meshlm.runtime.mesh.messages import check_template_kwargs
 from meshlm.runtime.model_files import generation_config, model_files
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
-from meshlm.runtime.process import numa
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.runtime.process import numa, streams
+from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError
 from meshlm.supervisor.settings import (
     compilation,
     flag_rules,
-    idle,
     notes,
     observing,
     parallel,
@@ -73,7 +73,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
     said += notes.of_halves(config, max_num_seqs, budget)
-    said += idle.notes(config, idle.Facts(platform.name, files.speech is not None))
+    said += notes.of_idle(config, notes.Facts(platform.name, files.speech is not None))
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
     dtype = _dtype(config, platform, files.spec.dtype, family)
@@ -333,3 +333,19 @@ def claim_port(host: str, port: int) -> contextlib.ExitStack:
         except OSError as error:
             raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
         return claims.pop_all()
+
+
+T = TypeVar("T")
+
+
+def fitting(start: Callable[[int | None], T]) -> T:
+    """What start(tokens of context at most; None: the model's) gives, once it fits. Errors as of `start`."""
+    at_most: int | None = None
+    while True:
+        try:
+            return start(at_most)
+        except ContextDoesNotFit as error:
+            if at_most is not None and error.fits >= at_most:
+                raise
+            at_most = error.fits
+            streams.complain(f"meshlm: --max-model-len auto: {at_most} tokens fit; starting again with that", "warning")

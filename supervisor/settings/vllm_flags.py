@@ -7,6 +7,7 @@ typed. The arguments of `LLM` are arguments.py's, by the same table.
 import argparse
 import difflib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import Any, NoReturn
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.process.streams import complain
-from meshlm.supervisor.settings.variables import set_variable
 from meshlm.supervisor.settings.vllm_table import (
     ABSENT,
     ABSENT_VALUES,
@@ -223,3 +223,14 @@ def did_you_mean(unknown: Sequence[str], known: Iterable[str]) -> str:
     flag = next((word.split("=")[0] for word in unknown if word.startswith("-")), unknown[0])
     close = difflib.get_close_matches(flag, list(known), n=1)
     return f"unknown argument {flag}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def set_variable(name: str, value: Any) -> None:
+    """Sets it to a text. None and true ask for what is there without it (of HF_TOKEN what `hf auth login` has saved).
+
+    ArgumentTypeError for anything else.
+    """
+    if isinstance(value, str) and value:
+        os.environ[name] = value
+    elif value not in (None, True, False):
+        raise argparse.ArgumentTypeError(f"must be a text that is not empty, got {value!r}")

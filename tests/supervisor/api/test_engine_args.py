@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from meshlm.supervisor.api.arguments import settings_of
-from meshlm.supervisor.api.engine_args import AsyncEngineArgs, EngineArgs
+from meshlm.supervisor.api.arguments import AsyncEngineArgs, EngineArgs, settings_of
 
 
 def test_a_field_for_each_setting_and_vllms_names() -> None:

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
+from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, OutputStream, Progress, RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
-from meshlm.supervisor.api.streaming import OutputStream, Progress
 
 LIMIT_S = 10.0
 # Which sequence gets a token, and whether the caller looks then.

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from meshlm.supervisor.bench import metrics
-from meshlm.supervisor.bench.arrivals import RampUp, delays
-from meshlm.supervisor.bench.metrics import Measured
+from meshlm.supervisor.bench import results
+from meshlm.supervisor.bench.results import Measured
+from meshlm.supervisor.bench.serve import RampUp, delays
 
 RESULTS = [
     Measured(10.0, True, "", 5, 3, 0.5, 1.5, [0.4, 0.6], "abc"),
@@ -17,7 +17,7 @@ RESULTS = [
 
 
 def test_sums_have_vllms_names() -> None:
-    found = metrics.summed_up(RESULTS, 2.0, {"ttft": 200.0})
+    found = results.summed_up(RESULTS, 2.0, {"ttft": 200.0})
     assert (found["completed"], found["failed"], found["duration"]) == (2, 1, 2.0)
     assert (found["total_input_tokens"], found["total_output_tokens"]) == (12, 4)
     assert (found["request_throughput"], found["output_throughput"], found["total_token_throughput"]) == (1.0, 2.0, 8.0)
@@ -25,19 +25,19 @@ def test_sums_have_vllms_names() -> None:
     assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (3.0, 2)
     assert (found["input_lens"], found["output_lens"]) == ([5, 7, 9], [3, 1, 0])
     assert found["errors"] == ["", "", "broken\nhere"]
-    assert metrics.summed_up(RESULTS, 2.0, {})["request_goodput"] is None
-    assert metrics.summed_up(RESULTS[2:], 2.0, {"e2el": 1.0})["completed"] == 0
+    assert results.summed_up(RESULTS, 2.0, {})["request_goodput"] is None
+    assert results.summed_up(RESULTS[2:], 2.0, {"e2el": 1.0})["completed"] == 0
 
 
 @pytest.mark.parametrize(
     ("limits", "good"), [({"ttft": 500, "e2el": 1500}, 2), ({"tpot": 499}, 1), ({"tpot": 500}, 2), ({"e2el": 99}, 0)]
 )
 def test_a_good_request_keeps_all_limits(limits: dict[str, float], good: int) -> None:
-    assert metrics.summed_up(RESULTS, 1.0, limits)["request_goodput"] == good
+    assert results.summed_up(RESULTS, 1.0, limits)["request_goodput"] == good
 
 
 def test_spreads() -> None:
-    found = metrics.spread(RESULTS, "ttft", [25.0, 99.9])
+    found = results.spread(RESULTS, "ttft", [25.0, 99.9])
     assert {name: round(value, 3) for name, value in found.items()} == {
         "mean_ttft_ms": 300.0,
         "median_ttft_ms": 300.0,
@@ -45,9 +45,9 @@ def test_spreads() -> None:
         "p25_ttft_ms": 200.0,
         "p99.9_ttft_ms": 499.6,
     }
-    assert metrics.spread(RESULTS, "tpot", [])["mean_tpot_ms"] == pytest.approx(500)  # an answer of one token has none
-    assert metrics.spread(RESULTS, "itl", [])["median_itl_ms"] == pytest.approx(500)
-    assert metrics.spread([], "e2el", [50.0])["p50_e2el_ms"] == 0.0
+    assert results.spread(RESULTS, "tpot", [])["mean_tpot_ms"] == pytest.approx(500)  # an answer of one token has none
+    assert results.spread(RESULTS, "itl", [])["median_itl_ms"] == pytest.approx(500)
+    assert results.spread([], "e2el", [50.0])["p50_e2el_ms"] == 0.0
 
 
 def source() -> random.Random:

@@ -14,7 +14,7 @@ import pytest
 
 from meshlm.protocol.config import MeshConfig, ModelConfig, NetworkConfig, RunConfig, ServerConfig
 from meshlm.supervisor.cli import main
-from meshlm.supervisor.doctor import communication, gpus, host, settings
+from meshlm.supervisor.doctor import gpus, host, settings
 from meshlm.supervisor.doctor.findings import Finding, State, exit_code, failed, ok, warning
 
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "memory": 140 << 30}
@@ -125,16 +125,16 @@ if wide:
 
 
 def test_the_check_listens_for_this_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = communication._PROGRAM.replace("numbers = torch.full", f"{PROBE}numbers = torch.full")
+    program = gpus._PROGRAM.replace("numbers = torch.full", f"{PROBE}numbers = torch.full")
     assert PROBE in program
-    monkeypatch.setattr(communication, "_PROGRAM", program)
-    found = communication.finding(0)
+    monkeypatch.setattr(gpus, "_PROGRAM", program)
+    found = gpus.communication(0)
     assert found.state is State.OK, found
-    assert communication.environment({"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert gpus.environment({"GLOO_SOCKET_IFNAME": "eth7"})["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 def test_processes_sum() -> None:
-    found = communication.finding(0)
+    found = gpus.communication(0)
     assert found.state is State.OK, found
     assert "2 processes" in found.found
 
@@ -147,7 +147,7 @@ def test_a_check_that_hangs_or_fails_ends(program: str, says: str) -> None:
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    assert says in communication._wait(processes, 0.0 if says == "hangs" else time.monotonic() + 60)
+    assert says in gpus._wait(processes, 0.0 if says == "hangs" else time.monotonic() + 60)
     assert all(process.returncode is not None for process in processes)
 
 

@@ -13,7 +13,7 @@ from meshlm.protocol.edges.control import NodeJoin, NodeRefused, NodeReport, Nod
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.cli import main, serve
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.nodes import agreement
+from meshlm.supervisor.nodes import core
 from meshlm.supervisor.nodes.core import Nodes
 from meshlm.supervisor.settings import addresses, node_rules, placement
 
@@ -188,9 +188,9 @@ def test_every_setting_of_a_node_can_differ_or_is_compared() -> None:
     """A new flag is compared unless it is marked: nobody has to think of it."""
     assert MeshConfig().parallel == ParallelConfig()
     assert NetworkConfig().peer_timeout == 3.0
-    different = agreement.differences({"--x": "1", "the model": "a (one)"}, {"--x": "2", "the model": "a (two)"})
+    different = core.differences({"--x": "1", "the model": "a (one)"}, {"--x": "2", "the model": "a (two)"})
     assert different == "--x is 1 on the head and 2 on the node"
-    assert "--y is unknown on the head" in agreement.differences({}, {"--y": "1"})
+    assert "--y is unknown on the head" in core.differences({}, {"--y": "1"})
 
 
 SECOND, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
@@ -276,6 +276,6 @@ def test_keys_are_private_and_never_overwritten(tmp_path: Path, capsys: pytest.C
 def test_other_weights_of_the_same_shape_are_another_model(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(1 << 20))
-    before = list(agreement._samples(tmp_path))
+    before = list(core._samples(tmp_path))
     file.write_bytes(bytes(1 << 19) + b"\1" + bytes((1 << 19) - 1))
-    assert list(agreement._samples(tmp_path)) != before
+    assert list(core._samples(tmp_path)) != before

@@ -14,7 +14,7 @@ from meshlm.protocol.wire.ids import HEAD, Identity, Incarnation, Role
 from meshlm.supervisor import io
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.control import MeshStatus, StandbyStatus
-from meshlm.supervisor.nodes import agreement
+from meshlm.supervisor.nodes import core
 from meshlm.supervisor.nodes.network import Guest, Head
 
 GUEST, THIRD = Identity(Role.SUPERVISOR, 2), Identity(Role.SUPERVISOR, 3)
@@ -73,7 +73,7 @@ class Own:
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nodes must have in common is test_nodes.py's."""
-    monkeypatch.setattr(agreement, "facts", lambda config: FACTS)
+    monkeypatch.setattr(core, "facts", lambda config: FACTS)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshlm.supervisor.processes import rundir
-from meshlm.supervisor.processes.caches import for_workers
+from meshlm.supervisor.processes.children import for_workers
 
 
 def unwritable(folder: Path) -> Path:

@@ -7,7 +7,7 @@ import pytest
 
 from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError
-from meshlm.supervisor.settings import context, flags, resolve
+from meshlm.supervisor.settings import flags, resolve
 from meshlm.supervisor.settings.sizes import size_parser
 
 
@@ -58,7 +58,7 @@ def test_a_start_is_tried_again_while_less_fits(capsys: pytest.CaptureFixture[st
             raise ContextDoesNotFit("too little", 500 - 100 * len(asked))
         return "serves"
 
-    assert context.fitting(start) == "serves"
+    assert resolve.fitting(start) == "serves"
     assert asked == [None, 400, 300]
     assert "--max-model-len auto: 300 tokens fit; starting again" in capsys.readouterr().err
 
@@ -68,4 +68,4 @@ def test_what_does_not_become_less_is_an_error() -> None:
         raise ContextDoesNotFit("too little", 400)
 
     with pytest.raises(StartError, match="too little"):
-        context.fitting(start)
+        resolve.fitting(start)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from meshlm.supervisor.settings import flags, idle
+from meshlm.supervisor.settings import flags, notes
 
-CPU, GPU, FAKE = (idle.Facts(device, transcribes=False) for device in ("cpu", "cuda", "fake"))
+CPU, GPU, FAKE = (notes.Facts(device, transcribes=False) for device in ("cpu", "cuda", "fake"))
 VALUES: dict[str, object] = {  # other than the default, one that goes with nothing else
     "fake_step_ms": 5.0,
     "fake_drafts": 2,
@@ -47,7 +47,7 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
 
 
 def test_every_rule_has_its_case() -> None:
-    assert {name for rule in idle.RULES for name in rule.names} == set(VALUES)
+    assert {name for rule in notes.RULES for name in rule.names} == set(VALUES)
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -55,20 +55,20 @@ def test_a_setting_is_named_where_it_has_no_effect(name: str) -> None:
     flag = f"--{name.replace('_', '-')}"
     store = {"responses_store": "off"} if name.startswith("responses") else {}
     device = GPU if name.startswith(("fake", "cpu")) else CPU
-    (said,) = idle.notes(flags.build({name: VALUES[name], **store}, None), device)
+    (said,) = notes.of_idle(flags.build({name: VALUES[name], **store}, None), device)
     assert said.startswith(f"without effect here: {flag} (it is of ")
     assert said.count("(it is of") == 1
     right = FAKE if name.startswith("fake") else CPU if name == "cpu_threads" else GPU._replace(transcribes=True)
-    assert idle.notes(flags.build({name: VALUES[name], **WITH.get(name, {})}, None), right) == []
-    assert idle.notes(
-        flags.build({name: VALUES[name], **WITH.get(name, {}), **store}, None), idle.Facts("plug-in", True)
+    assert notes.of_idle(flags.build({name: VALUES[name], **WITH.get(name, {})}, None), right) == []
+    assert notes.of_idle(
+        flags.build({name: VALUES[name], **WITH.get(name, {}), **store}, None), notes.Facts("plug-in", True)
     ) == ([said] if store else [])
 
 
 def test_nothing_is_said_of_defaults_and_a_size_of_the_cache_wins() -> None:
     for facts in (CPU, GPU, FAKE):
-        assert idle.notes(flags.build({}, None), facts) == []
+        assert notes.of_idle(flags.build({}, None), facts) == []
     both: dict[str, object] = {"kv_cache_memory": 1 << 30, "gpu_memory_utilization": 0.5}
-    assert idle.notes(flags.build(both, None), GPU) == [
+    assert notes.of_idle(flags.build(both, None), GPU) == [
         "without effect here: --gpu-memory-utilization (it is of KV caches whose size --kv-cache-memory does not say)"
     ]

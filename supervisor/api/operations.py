@@ -1,10 +1,22 @@
-"""Sleep and waking up as LLM and AsyncLLM have them: what POST /sleep and /wake_up ask of a mesh, asked of the one in this program."""
+"""What LLM and AsyncLLM ask of the mesh in this program: sleep and waking up, as POST /sleep and /wake_up do, and calls of methods of
+workers (--worker-extension-cls, and reload_weights)."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import Action, OperationDone, Pause, ResetPrefixCache, Resume, Sleep, WakeUp
+from meshlm.protocol.operations import (
+    Action,
+    CallWorkers,
+    OperationDone,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    WakeUp,
+)
 from meshlm.protocol.sleeping import AWAKE, TAGS, after
 
 SCHEDULING = "scheduling"  # the tag of what a pause withholds
@@ -61,3 +73,20 @@ class Sleeper:
         answer = await self._mesh.operate(action)
         if answer.error:
             raise ValueError(answer.error)
+
+
+async def call_workers(
+    mesh: Operated, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> list[Any]:
+    """What the method gives, in the order of the workers; of reload_weights None for each. ValueError says what went wrong."""
+    if not isinstance(method, str):
+        raise ValueError("method: must be the name of a method of worker_extension_cls; functions are not sent")
+    arguments = msgspec.json.encode({"args": list(args), "kwargs": dict(kwargs or {})})
+    limit = {} if timeout is None else {"limit_s": timeout}
+    for step in (
+        ("verify_weights", method) if method == "reload_weights" else (method,)
+    ):  # all workers can, before one begins
+        answer = await mesh.operate(CallWorkers(step, arguments, **limit))
+        if answer.error:
+            raise ValueError(answer.error)
+    return [msgspec.json.decode(result) for result in answer.results]

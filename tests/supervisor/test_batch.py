@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshlm.supervisor.batch import files, lines, run
+from meshlm.supervisor import batch
 from meshlm.supervisor.cli import run_batch
 from meshlm.supervisor.errors import StartError, UsageError
 
@@ -96,7 +96,7 @@ def answers_of(data: bytes) -> list[dict[str, Any]]:
 
 
 def test_a_broken_line_gets_an_error_and_the_others_run(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "AGAIN_S", 0.01)
+    monkeypatch.setattr(batch, "AGAIN_S", 0.01)
     source = [
         line("a", "ü"),
         b"\n",
@@ -115,7 +115,7 @@ def test_a_broken_line_gets_an_error_and_the_others_run(peer: Peer, monkeypatch:
         line("j", "last")[:-1],
     ]
     out = io.BytesIO()
-    counts = run.run(io.BytesIO(b"".join(source)), out, run.Server.of(f"{peer.url}/v1", "secret"))
+    counts = batch.run(io.BytesIO(b"".join(source)), out, batch.Server.of(f"{peer.url}/v1", "secret"))
     found = answers_of(out.getvalue())
     assert [one["custom_id"] for one in found] == ["a", "", "b", "c", "d", "a", "", "e", "f", "", "g", "", "i", "j"]
     fine = {one["custom_id"]: one["response"]["body"] for one in found if one["error"] is None}
@@ -135,18 +135,18 @@ def test_a_request_outlives_any_number_of_frontends(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By the same key, as long as the server may come back; a line that fails all the same is the command's exit code."""
-    monkeypatch.setattr(run, "AGAIN_S", 0.001)
+    monkeypatch.setattr(batch, "AGAIN_S", 0.001)
     peer.troubles += ["lost"] * 30
     out = tmp_path / "out"
     arguments = argparse.Namespace(input_file=str(tmp_path / "in"), output_file=str(out), output_tmp_dir=None)
     (tmp_path / "in").write_bytes(line("a", "lost"))
-    assert run_batch._answer(arguments, run.Server.of(peer.url, "")) == 0
+    assert run_batch._answer(arguments, batch.Server.of(peer.url, "")) == 0
     assert [one["response"]["body"] for one in answers_of(out.read_bytes())] == [{"text": "lost"}]
     assert len(peer.seen) == 32
     assert len({key for _, key, _ in peer.seen}) == 1
-    monkeypatch.setattr(run, "LOST_S", 0.01)
+    monkeypatch.setattr(batch, "LOST_S", 0.01)
     peer.troubles += ["lost"] * 10_000
-    assert run_batch._answer(arguments, run.Server.of(peer.url, "")) == 1
+    assert run_batch._answer(arguments, batch.Server.of(peer.url, "")) == 1
     assert answers_of(out.read_bytes())[0]["error"]["error"]["message"].startswith("no answer: ")
 
 
@@ -155,27 +155,27 @@ def test_a_server_that_is_gone_is_not_waited_for(peer: Peer) -> None:
     ended.set()
     peer.troubles += ["lost"] * 9
     out = io.BytesIO()
-    counts = run.run(io.BytesIO(line("a", "lost") * 3), out, run.Server.of(peer.url, ""), ended=ended)
+    counts = batch.run(io.BytesIO(line("a", "lost") * 3), out, batch.Server.of(peer.url, ""), ended=ended)
     assert (counts.answered, counts.failed) == (0, 3)
     assert answers_of(out.getvalue())[0]["response"]["status_code"] == 500
 
 
 def test_files_behind_http(peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "AGAIN_S", 0.01)
+    monkeypatch.setattr(batch, "UPLOAD_AGAIN_S", 0.01)
     peer.files["/in.jsonl"] = line("a", "x")
     peer.refuses_puts = 2
-    with files.requests(f"{peer.url}/in.jsonl") as source, files.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out:
-        run.run(source, out, run.Server.of(peer.url, ""))
+    with batch.requests(f"{peer.url}/in.jsonl") as source, batch.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out:
+        batch.run(source, out, batch.Server.of(peer.url, ""))
     assert answers_of(peer.files["/out.jsonl"])[0]["response"]["body"] == {"text": "x"}
     assert list(tmp_path.iterdir()) == []
 
 
 def test_answers_that_nobody_takes_are_kept(peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "AGAIN_S", 0.01)
+    monkeypatch.setattr(batch, "UPLOAD_AGAIN_S", 0.01)
     peer.refuses_puts = 99
     with (
         pytest.raises(StartError, match=r"HTTP 500 .*the answers are in"),
-        files.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out,
+        batch.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out,
     ):
         out.write(b"answers\n")
     (kept,) = tmp_path.iterdir()
@@ -184,24 +184,24 @@ def test_answers_that_nobody_takes_are_kept(peer: Peer, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["/nowhere/in.jsonl", "http://127.0.0.1:1/in.jsonl", "http://[/x"])
 def test_what_cannot_be_read_is_a_line_with_the_flag(name: str) -> None:
-    with pytest.raises(UsageError, match=r"^-i "), files.requests(name):
+    with pytest.raises(UsageError, match=r"^-i "), batch.requests(name):
         pass
 
 
 def test_what_cannot_be_written_is_a_line_with_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"^-o "), files.answers(str(tmp_path / "no" / "out"), None):
+    with pytest.raises(UsageError, match=r"^-o "), batch.answers(str(tmp_path / "no" / "out"), None):
         pass
-    with pytest.raises(UsageError, match=r"^--output-tmp-dir "), files.answers("http://x/y", str(tmp_path / "no")):
+    with pytest.raises(UsageError, match=r"^--output-tmp-dir "), batch.answers("http://x/y", str(tmp_path / "no")):
         pass
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x/?a=b"])
 def test_an_address_of_no_server(url: str) -> None:
     with pytest.raises(ValueError, match="must be like"):
-        run.Server.of(url, "")
+        batch.Server.of(url, "")
 
 
 def test_lines_have_vllms_fields() -> None:
-    (found,) = answers_of(lines.answered("a", 200, {"x": 1}))
+    (found,) = answers_of(batch.answered_line("a", 200, {"x": 1}))
     assert set(found) == {"id", "custom_id", "response", "error"}
     assert set(found["response"]) == {"status_code", "request_id", "body"}

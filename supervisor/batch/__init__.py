@@ -1,1 +1,0 @@
-"""`meshlm run-batch`: a file of requests to a file of answers."""
