@@ -27,8 +27,8 @@ RAISED_ATTRIBUTES = {
     "frontend/responses_api/background.py": {"running.error"},
     "frontend/speech/routes.py": {"step.error"},
     "supervisor/api/async_llm.py": {"self.dead_error"},  # a property, which makes one
-    "supervisor/api/enqueued.py": {"errors[0]"},  # caught in the same call
-    "supervisor/api/streaming.py": {"self._error"},  # of one request
+    "supervisor/api/background.py": {"errors[0]"},  # caught in the same call
+    "supervisor/api/outputs.py": {"self._error"},  # of one request
 }
 Source = tuple[str, ast.Module]
 

@@ -22,7 +22,7 @@ from meshlm.supervisor.errors import StartError
 
 STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
-CACHE = "cache"  # beside them, for kernels (caches.py)
+CACHE = "cache"  # beside them, for kernels (children.py)
 MAX_SOCKET_PATH = 107  # bytes of sun_path on Linux, less the terminator
 OURS = (".sock", ".json", ".txt", ".store", ".sqlite", ".sqlite-wal", ".sqlite-shm", SUFFIX, BEFORE)
 LOCK_WAIT_S = 1.0  # somebody may just be removing what a dead mesh left

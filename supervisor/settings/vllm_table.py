@@ -21,7 +21,7 @@ RENAMED = {
     ("--enable-layerwise-nvtx-tracing",): "profile_layers",
 }
 
-# vLLM's flag -> the variable that it sets for this process and all that it starts (variables.py).
+# vLLM's flag -> the variable that it sets for this process and all that it starts (vllm_flags.py).
 VARIABLES = {"--hf-token": "HF_TOKEN"}
 
 # Flags of older vLLMs -> the key of --hf-overrides that they are.
