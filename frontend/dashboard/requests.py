@@ -98,9 +98,8 @@ def running(choices: Iterable[Choice], now: float) -> tuple[RequestView, ...]:
     for choice in islice(choices, MAX_LOOKED_AT):
         if choice.opened_at and (choice.sink in by_sink or len(by_sink) < MAX_RUNNING):
             by_sink.setdefault(choice.sink, []).append(choice)
-    return tuple(
-        view(_note(str(some[0].submit.request_ids[0]), some, len(sink.choices), now)) for sink, some in by_sink.items()
-    )
+    named = ((str(some[0].submit.request_ids[0]), some, len(sink.choices)) for sink, some in by_sink.items())
+    return tuple(view(_note(*request, now)) for request in named)
 
 
 def _note(

@@ -1,7 +1,4 @@
-"""GET /dashboard and what belongs to it. The page holds no data, so it needs no key; what it asks for does.
-
-Called by routes.py.
-"""
+"""GET /dashboard and what belongs to it. The page holds no data, so it needs no key; what it asks for does."""
 
 import asyncio
 import contextlib
@@ -34,7 +31,7 @@ _EVERY = Parameter("every", "query", {"type": "number", "minimum": 0.1, "maximum
 
 
 class Shows(Protocol):
-    """The part of the frontend that is used."""
+    """The part of the observer that is used."""
 
     feed: Feed
 

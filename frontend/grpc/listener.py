@@ -42,7 +42,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # types of its stubs, no
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
 OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
-# What a key must be for, by method, as frontend/routes/operations.py has it by path: inference, but for these.
+# What a key must be for, by method, as frontend/routes/operation.py has it by path: inference, but for these.
 ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
 INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
 SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # methods that count for a key's limits

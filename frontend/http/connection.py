@@ -1,7 +1,7 @@
 """One client's connection: uvicorn's protocol with limits, fed so that nothing of a body can be taken for a head.
 
 A head is kept until it is whole, and the parser gets pieces that end where a head or a body ends. So what is done to a head never
-touches a body, wherever a read ends, and what stands behind one waiting request waits unparsed. Made by http.py's server, which calls
+touches a body, wherever a read ends, and what stands behind one waiting request waits unparsed. Made by server.py's Server, which calls
 `check` once a second. It never looks into bodies.
 """
 

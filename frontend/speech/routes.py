@@ -95,11 +95,10 @@ class SpeechRoutes:
     async def _with_language(
         self, transcription: Transcription, parsed_request: ParsedRequest, request_id: str, rank: int
     ) -> ParsedRequest:
-        """The request with the prompts of the language that is transcription in the first chunk."""
+        """The request with the prompts of the language that is heard in the first chunk."""
         audio = transcription.chunks[0].audio
-        transcription.language = await find_language(
-            self._backend, parsed_request, transcription.speech, audio, request_id, rank
-        )
+        of_request = (transcription.speech, audio, request_id, rank)
+        transcription.language = await find_language(self._backend, parsed_request, *of_request)
         return parsed_request.with_mesh(prompts=transcription.prompts())
 
     def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
