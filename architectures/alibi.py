@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_keys import check
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, pairs, shown, words
 from meshlm.architectures.family import GGUFMetadata, Layout, Weight
 from meshlm.architectures.layer_norms import (
     BLOOM_LAYER,
@@ -52,11 +52,9 @@ def mpt_slopes(num_heads: int, bias_max: float) -> tuple[float, ...]:
     return tuple(found if above == num_heads else [*found[1::2], *found[::2]][:num_heads])
 
 
-_BLOOM_NAMES = {
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "seq_length",
-}
+_BLOOM_NAMES = pairs("""
+    num_hidden_layers=n_layer num_attention_heads=n_head max_position_embeddings=seq_length
+""")
 _ORDER = LayerNormSpec(embedding_norm=True)
 CONTEXT = 2048  # that all published models were made for, where the file does not say
 
@@ -80,11 +78,9 @@ def _bloom_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return with_attention(replace(spec, alibi_slopes=slopes(spec.num_attention_heads)), rotates=False)
 
 
-_BLOOM_OUTSIDE = {
-    "word_embeddings": "model.embed_tokens",
-    "word_embeddings_layernorm": "model.embed_norm",
-    "ln_f": "model.norm",
-}
+_BLOOM_OUTSIDE = pairs("""
+    word_embeddings=model.embed_tokens word_embeddings_layernorm=model.embed_norm ln_f=model.norm
+""")
 BLOOM = FUSED._replace(
     architecture="BloomForCausalLM",
     model_type="bloom",
@@ -100,12 +96,9 @@ BLOOM = FUSED._replace(
 )
 
 
-_MPT_NAMES = {
-    "hidden_size": "d_model",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "max_position_embeddings": "max_seq_len",
-}
+_MPT_NAMES = pairs("""
+    hidden_size=d_model num_hidden_layers=n_layers num_attention_heads=n_heads max_position_embeddings=max_seq_len
+""")
 # What transformers' class computes whatever a file says; files that say otherwise mean another model.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attn_type": ("multihead_attention",),
@@ -180,14 +173,10 @@ DENSE = FUSED._replace(
     rename=renaming(
         r"blocks\.",
         _MPT_OUTSIDE,
-        {
-            "norm_1": "input_layernorm",
-            "norm_2": "post_attention_layernorm",
-            "attn.Wqkv": "self_attn.qkv_proj",
-            "attn.out_proj": "self_attn.o_proj",
-            "ffn.up_proj": "mlp.up_proj",
-            "ffn.down_proj": "mlp.down_proj",
-        },
+        pairs("""
+            norm_1=input_layernorm norm_2=post_attention_layernorm attn.Wqkv=self_attn.qkv_proj
+            attn.out_proj=self_attn.o_proj ffn.up_proj=mlp.up_proj ffn.down_proj=mlp.down_proj
+        """),
         "transformer.",
     ),
     gguf=layer_norm_form("mpt", _mpt_gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),

@@ -13,6 +13,11 @@ def words(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+def pairs(names: str) -> dict[str, str]:
+    """A table of names, each with what it stands for: name=other."""
+    return dict(one.split("=") for one in names.split())
+
+
 def integer(config: dict[str, Any], key: str, default: int | None = None) -> int:
     """KeyError where it is missing and has no default; null is as good as missing."""
     value = config.get(key, default) if default is not None else config[key]

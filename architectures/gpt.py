@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
+from meshlm.architectures.config_values import boolean, integer, pairs, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, one_window, partial_factor
 from meshlm.architectures.family import GGUFMetadata, Layout
 from meshlm.architectures.layer_norms import (
@@ -35,12 +35,9 @@ from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import rotating_neighbours
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
-_GPT2_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
+_GPT2_NAMES = pairs("""
+    hidden_size=n_embd num_hidden_layers=n_layer num_attention_heads=n_head max_position_embeddings=n_positions
+""")
 _GPT2_ORDER = LayerNormSpec(learned_positions=True)
 
 
@@ -53,14 +50,10 @@ def _gpt2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 _GPT2_OUTSIDE = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm"}
-_INSIDE = {
-    "ln_1": "input_layernorm",
-    "ln_2": "post_attention_layernorm",
-    "attn.c_attn": "self_attn.qkv_proj",
-    "attn.c_proj": "self_attn.o_proj",
-    "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}
+_INSIDE = pairs("""
+    ln_1=input_layernorm ln_2=post_attention_layernorm attn.c_attn=self_attn.qkv_proj attn.c_proj=self_attn.o_proj
+    mlp.c_fc=mlp.up_proj mlp.c_proj=mlp.down_proj
+""")
 GPT2 = FUSED._replace(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
@@ -102,31 +95,23 @@ GPT_NEOX = FUSED._replace(
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
     rename=renaming(
         r"(?:gpt_neox\.)?layers\.",
-        {
-            "gpt_neox.embed_in": "model.embed_tokens",
-            "gpt_neox.final_layer_norm": "model.norm",
-            "embed_in": "model.embed_tokens",
-            "final_layer_norm": "model.norm",
-            "embed_out": "lm_head",
-        },
-        {
-            "attention.query_key_value": "self_attn.qkv_proj",
-            "attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        },
+        pairs("""
+            gpt_neox.embed_in=model.embed_tokens gpt_neox.final_layer_norm=model.norm embed_in=model.embed_tokens
+            final_layer_norm=model.norm embed_out=lm_head
+        """),
+        pairs("""
+            attention.query_key_value=self_attn.qkv_proj attention.dense=self_attn.o_proj
+            mlp.dense_h_to_4h=mlp.up_proj mlp.dense_4h_to_h=mlp.down_proj
+        """),
     ),
     unread=r"model\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.layers\.\d+\.attention\.rotary_emb.*",
     gguf=layer_norm_form("gptneox", _gpt_neox_gguf, "use_parallel_residual"),
 )
 
 
-_GPTJ_NAMES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-}
+_GPTJ_NAMES = pairs("""
+    hidden_size=n_embd num_hidden_layers=n_layer num_attention_heads=n_head max_position_embeddings=n_positions
+""")
 _GPTJ_ORDER = LayerNormSpec(parallel=1, head_bias=True)
 
 
@@ -157,15 +142,11 @@ GPTJ = LAYER_NORMS._replace(
     rename=renaming(
         r"h\.",
         _GPTJ_OUTSIDE,
-        {
-            "ln_1": "input_layernorm",
-            "attn.q_proj": "self_attn.q_proj",
-            "attn.k_proj": "self_attn.k_proj",
-            "attn.v_proj": "self_attn.v_proj",
-            "attn.out_proj": "self_attn.o_proj",
-            "mlp.fc_in": "mlp.up_proj",
-            "mlp.fc_out": "mlp.down_proj",
-        },
+        pairs("""
+            ln_1=input_layernorm attn.q_proj=self_attn.q_proj attn.k_proj=self_attn.k_proj
+            attn.v_proj=self_attn.v_proj attn.out_proj=self_attn.o_proj mlp.fc_in=mlp.up_proj
+            mlp.fc_out=mlp.down_proj
+        """),
         "transformer.",
     ),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
@@ -194,13 +175,10 @@ def _opt_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(spec, position_offset=_OFFSET)
 
 
-_OPT_OUTSIDE = {
-    "embed_tokens": "model.embed_tokens",
-    "embed_positions": "model.embed_positions",
-    "final_layer_norm": "model.norm",
-    "project_in": "model.project_in",
-    "project_out": "model.project_out",
-}
+_OPT_OUTSIDE = pairs("""
+    embed_tokens=model.embed_tokens embed_positions=model.embed_positions final_layer_norm=model.norm
+    project_in=model.project_in project_out=model.project_out
+""")
 OPT = LAYER_NORMS._replace(
     architecture="OPTForCausalLM",
     model_type="opt",
@@ -214,13 +192,10 @@ OPT = LAYER_NORMS._replace(
     rename=renaming(
         r"(?:model\.)?decoder\.layers\.",
         {f"{prefix}decoder.{stem}": ours for stem, ours in _OPT_OUTSIDE.items() for prefix in ("model.", "")},
-        {
-            "self_attn.out_proj": "self_attn.o_proj",
-            "self_attn_layer_norm": "input_layernorm",
-            "final_layer_norm": "post_attention_layernorm",
-            "fc1": "mlp.up_proj",
-            "fc2": "mlp.down_proj",
-        },
+        pairs("""
+            self_attn.out_proj=self_attn.o_proj self_attn_layer_norm=input_layernorm
+            final_layer_norm=post_attention_layernorm fc1=mlp.up_proj fc2=mlp.down_proj
+        """),
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures import dense
-from meshlm.architectures.config_values import number, shown
+from meshlm.architectures.config_values import number, pairs, shown
 from meshlm.architectures.dense import dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
 from meshlm.architectures.layers import with_attention
@@ -146,12 +146,10 @@ def _norm(spec: ModelSpec, name: str, gguf: str, parameter: str, plus: float) ->
         yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape)
 
 
-BLOOM_LAYER = {
-    "self_attention.query_key_value": "self_attn.qkv_proj",
-    "self_attention.dense": "self_attn.o_proj",
-    "mlp.dense_h_to_4h": "mlp.up_proj",
-    "mlp.dense_4h_to_h": "mlp.down_proj",
-}  # names of BLOOM's layers, which Falcon took over
+BLOOM_LAYER = pairs("""
+    self_attention.query_key_value=self_attn.qkv_proj self_attention.dense=self_attn.o_proj
+    mlp.dense_h_to_4h=mlp.up_proj mlp.dense_4h_to_h=mlp.down_proj
+""")  # names of BLOOM's layers, which Falcon took over
 
 
 def renaming(

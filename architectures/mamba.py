@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, positive, words
+from meshlm.architectures.config_values import boolean, integer, number, pairs, positive, words
 from meshlm.architectures.dense import dtype_of
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.architectures.states import (
@@ -29,17 +29,11 @@ from meshlm.architectures.weights import PRE_NORMS, transformer_weights
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.protocol.model import ModelSpec
 
-_MAMBA2_NAMES = {
-    "mamba_n_heads": "num_heads",
-    "mamba_d_head": "head_dim",
-    "mamba_n_groups": "n_groups",
-    "mamba_d_state": "state_size",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_expand": "expand",
-    "mamba_chunk_size": "chunk_size",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_proj_bias": "use_bias",
-}
+_MAMBA2_NAMES = pairs("""
+    mamba_n_heads=num_heads mamba_d_head=head_dim mamba_n_groups=n_groups mamba_d_state=state_size
+    mamba_d_conv=conv_kernel mamba_expand=expand mamba_chunk_size=chunk_size mamba_conv_bias=use_conv_bias
+    mamba_proj_bias=use_bias
+""")
 CONTEXT = 1 << 20  # no length is too long for a state; files name none
 
 
@@ -109,14 +103,10 @@ MAMBA2 = Family(
 )
 
 
-_MAMBA_NAMES = {
-    "mamba_d_state": "state_size",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_expand": "expand",
-    "mamba_dt_rank": "time_step_rank",
-    "mamba_conv_bias": "use_conv_bias",
-    "mamba_proj_bias": "use_bias",
-}
+_MAMBA_NAMES = pairs("""
+    mamba_d_state=state_size mamba_d_conv=conv_kernel mamba_expand=expand mamba_dt_rank=time_step_rank
+    mamba_conv_bias=use_conv_bias mamba_proj_bias=use_bias
+""")
 _Norms = Literal["none", "plain"]
 
 

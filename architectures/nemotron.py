@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, number, shown, words
+from meshlm.architectures.config_values import integer, number, pairs, shown, words
 from meshlm.architectures.deepseek import GGUF_EXPERT_KEYS, gguf_experts
 from meshlm.architectures.dense import dense_gguf, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
@@ -67,14 +67,9 @@ _NAMES = {
 }
 _EPS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")  # of RMS norms, either
 _LETTERS = {"M": "state", "*": "attention", "-": "mlp", "E": "moe"}
-_KINDS = {
-    "mamba": "state",
-    "linear_attention": "state",
-    "attention": "attention",
-    "full_attention": "attention",
-    "mlp": "mlp",
-    "moe": "moe",
-}
+_KINDS = pairs("""
+    mamba=state linear_attention=state attention=attention full_attention=attention mlp=mlp moe=moe
+""")
 _NAMES_OF_EXPERTS = ExpertNames(router="mixer.gate", expert="mixer.experts.{}", shared="mixer.shared_experts")
 
 _PACKED = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, pairs, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, layer_types, one_window, partial_factor, sliding_window
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.layer_norms import QKV, named, renaming
@@ -167,12 +167,10 @@ QWEN3_MOE = Family(
 )
 
 
-_NAMES = {
-    "rms_norm_eps": "layer_norm_epsilon",
-    "head_dim": "kv_channels",
-    "rope_theta": "rotary_emb_base",
-    "max_position_embeddings": "seq_length",
-}
+_NAMES = pairs("""
+    rms_norm_eps=layer_norm_epsilon head_dim=kv_channels rope_theta=rotary_emb_base
+    max_position_embeddings=seq_length
+""")
 
 
 def _qwen_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -215,15 +213,10 @@ QWEN = Family(
     rename=renaming(
         r"transformer\.h\.",
         {"transformer.wte": "model.embed_tokens", "transformer.ln_f": "model.norm"},
-        {
-            "ln_1": "input_layernorm",
-            "ln_2": "post_attention_layernorm",
-            "attn.c_attn": "self_attn.qkv_proj",
-            "attn.c_proj": "self_attn.o_proj",
-            "mlp.w1": "mlp.up_proj",
-            "mlp.w2": "mlp.gate_proj",
-            "mlp.c_proj": "mlp.down_proj",
-        },
+        pairs("""
+            ln_1=input_layernorm ln_2=post_attention_layernorm attn.c_attn=self_attn.qkv_proj
+            attn.c_proj=self_attn.o_proj mlp.w1=mlp.up_proj mlp.w2=mlp.gate_proj mlp.c_proj=mlp.down_proj
+        """),
     ),
     gguf=GGUFFamily("qwen", _qwen_gguf, packed=GGUF_QKV),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, positive, words
+from meshlm.architectures.config_values import boolean, integer, pairs, positive, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_experts, with_states
@@ -32,13 +32,10 @@ GGUF_PACKED = {
     "ssm_conv1d": ("ssm_conv1d.q", "ssm_conv1d.k", "ssm_conv1d.v"),
 }
 GGUF_DELTA = GGUF_STATE | {"attention.recurrent_layers", "full_attention_interval"}
-_SIZES = {
-    "num_heads": "linear_num_value_heads",
-    "head_dim": "linear_value_head_dim",
-    "state_size": "linear_key_head_dim",
-    "n_groups": "linear_num_key_heads",
-    "conv_kernel": "linear_conv_kernel_dim",
-}
+_SIZES = pairs("""
+    num_heads=linear_num_value_heads head_dim=linear_value_head_dim state_size=linear_key_head_dim
+    n_groups=linear_num_key_heads conv_kernel=linear_conv_kernel_dim
+""")
 
 
 def gated_delta_spec(config: dict[str, Any], architecture: str) -> ModelSpec:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from meshlm.architectures.config_values import shown
+from meshlm.architectures.config_values import pairs, shown
 
 _KINDS = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -29,25 +29,17 @@ _KINDS = {
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
-_ARCHITECTURES = {
-    "Gemma3ForConditionalGeneration": "gemma3_text",
-    "Mistral3ForConditionalGeneration": "mistral",
-    "Llama4ForConditionalGeneration": "llama4_text",
-    "Gemma3nForConditionalGeneration": "gemma3n_text",
-    "Gemma4ForConditionalGeneration": "gemma4_text",
-    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
-    "LlavaForConditionalGeneration": "llama",
-    "LlavaNextForConditionalGeneration": "llama",
-    "InternVLForConditionalGeneration": "qwen2",
-    "Idefics3ForConditionalGeneration": "llama",
-    "SmolVLMForConditionalGeneration": "llama",
-    "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
-    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
-    "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
-    "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
-}
+_ARCHITECTURES = pairs("""
+    Gemma3ForConditionalGeneration=gemma3_text Mistral3ForConditionalGeneration=mistral
+    Llama4ForConditionalGeneration=llama4_text Gemma3nForConditionalGeneration=gemma3n_text
+    Gemma4ForConditionalGeneration=gemma4_text Gemma4UnifiedForConditionalGeneration=gemma4_unified_text
+    LlavaForConditionalGeneration=llama LlavaNextForConditionalGeneration=llama
+    InternVLForConditionalGeneration=qwen2 Idefics3ForConditionalGeneration=llama
+    SmolVLMForConditionalGeneration=llama Qwen2VLForConditionalGeneration=qwen2_vl_text
+    Qwen2_5_VLForConditionalGeneration=qwen2_5_vl_text Qwen3VLForConditionalGeneration=qwen3_vl_text
+    Qwen3VLMoeForConditionalGeneration=qwen3_vl_moe_text Qwen3_5ForConditionalGeneration=qwen3_5_text
+    Qwen3_5MoeForConditionalGeneration=qwen3_5_moe_text
+""")
 """Models that are served so, and the model_type that a text_config without one has."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},

@@ -5,18 +5,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import integer, refuse_quantised, words
+from meshlm.architectures.config_values import integer, pairs, refuse_quantised, words
 from meshlm.architectures.family import Family, Serves, Weight
 from meshlm.architectures.layer_norms import layer_norm_spec, layer_norm_weights, named, renaming
 from meshlm.protocol.model import AudioEncoderSpec, LayerNormSpec, ModelSpec
 
-_NAMES = {
-    "hidden_size": "d_model",
-    "num_hidden_layers": "decoder_layers",
-    "num_attention_heads": "decoder_attention_heads",
-    "intermediate_size": "decoder_ffn_dim",
-    "max_position_embeddings": "max_target_positions",
-}
+_NAMES = pairs("""
+    hidden_size=d_model num_hidden_layers=decoder_layers num_attention_heads=decoder_attention_heads
+    intermediate_size=decoder_ffn_dim max_position_embeddings=max_target_positions
+""")
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -99,12 +96,10 @@ def _encoder(hidden: int, speech: AudioEncoderSpec | None) -> Iterator[Weight]:
         yield Weight(f"model.encoder.{name}", "", f"encoder.{parameter}", shape)
 
 
-_OUTSIDE = {
-    "model.decoder.embed_tokens": "model.embed_tokens",
-    "model.decoder.embed_positions": "model.embed_positions",
-    "model.decoder.layer_norm": "model.norm",
-    "proj_out": "lm_head",
-}
+_OUTSIDE = pairs("""
+    model.decoder.embed_tokens=model.embed_tokens model.decoder.embed_positions=model.embed_positions
+    model.decoder.layer_norm=model.norm proj_out=lm_head
+""")
 FAMILY = Family(
     architecture="WhisperForConditionalGeneration",
     model_type="whisper",
@@ -125,13 +120,10 @@ FAMILY = Family(
     rename=renaming(
         r"model\.decoder\.layers\.",
         _OUTSIDE,
-        {
-            "self_attn.out_proj": "self_attn.o_proj",
-            "self_attn_layer_norm": "input_layernorm",
-            "final_layer_norm": "post_attention_layernorm",
-            "fc1": "mlp.up_proj",
-            "fc2": "mlp.down_proj",
-        },
+        pairs("""
+            self_attn.out_proj=self_attn.o_proj self_attn_layer_norm=input_layernorm
+            final_layer_norm=post_attention_layernorm fc1=mlp.up_proj fc2=mlp.down_proj
+        """),
     ),
     compiles=False,
     model="meshlm.workers.models.whisper:Whisper",
