@@ -5,6 +5,7 @@ Reads single keys of a `quantization_config`; ValueError names the key that is n
 
 import math
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -33,6 +34,23 @@ def positive(config: dict[str, Any], key: str, default: int | None = None) -> in
     if value < 1:
         raise ValueError(f"{key} is {value}; it must be positive")
     return value
+
+
+def layer_kinds(given: Any, layers: int, known: Iterable[str]) -> list[str]:
+    """The kind of each layer, as layer_types names them. ValueError."""
+    if not isinstance(given, list) or len(given) != layers:
+        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(given)}")
+    for layer, kind in enumerate(given):
+        if kind not in known:
+            raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(known)}")
+    return given
+
+
+def only_these(config: dict[str, Any], wanted: Mapping[str, Any], architecture: str) -> None:
+    """ValueError where a key has another value than this one."""
+    for key, value in wanted.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {value}")
 
 
 def refuse_quantised(config: dict[str, Any], architecture: str, what: str = "") -> None:

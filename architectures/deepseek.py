@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
+from meshlm.architectures.config_values import boolean, integer, number, only_these, positive, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_attention, with_experts
@@ -230,9 +230,7 @@ DEEPSEEK_V3_DEFAULTS = (
 
 def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """KeyError, ValueError."""
-    for key, wanted in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
+    only_these(config, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, architecture)
     moe = MoESpec(
         num_experts=1,
         num_experts_per_tok=1,

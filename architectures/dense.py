@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, shown
+from meshlm.architectures.config_values import boolean, integer, layer_kinds, number, shown
 from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.rope import gguf_rope, rope_spec, stretched
@@ -96,16 +96,7 @@ def sliding_window(config: dict[str, Any]) -> int:
 def layer_types(config: dict[str, Any]) -> list[str] | None:
     """The kind of each layer, where the file names them. ValueError."""
     kinds, layers = config.get("layer_types"), integer(config, "num_hidden_layers")
-    if kinds is None:
-        return None
-    if not isinstance(kinds, list) or len(kinds) != layers:
-        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
-    for layer, kind in enumerate(kinds):
-        if kind not in ("full_attention", "sliding_attention"):
-            raise ValueError(
-                f"layer_types holds {shown(kind)} for layer {layer}; supported: full_attention, sliding_attention"
-            )
-    return kinds
+    return None if kinds is None else layer_kinds(kinds, layers, ("full_attention", "sliding_attention"))
 
 
 def sliding_layers(config: dict[str, Any], every: int) -> tuple[int, tuple[bool, ...]]:

@@ -20,7 +20,7 @@ from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Metada
 from meshlm.architectures.layers import all_but_each, with_attention
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import Norms, transformer_weights
-from meshlm.protocol.model import ModelSpec, RopeSpec
+from meshlm.protocol.model import ModelSpec, PerLayerInputSpec, RopeSpec
 
 _ACT = "gelu_pytorch_tanh"
 
@@ -30,6 +30,28 @@ def _gemma_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if act == "gelu":
         act = _ACT  # the first files say so and mean this, as transformers knows
     return dense_spec({**config, "hidden_act": act}, architecture)
+
+
+def per_layer_weights(size: int, hidden: int) -> Iterator[Weight]:
+    """What a layer makes of its vector of a token, of so many numbers."""
+    for name, gguf, parameter, shape in (
+        ("per_layer_input_gate.weight", "inp_gate", "per_layer_gate.weight", (size, hidden)),
+        ("per_layer_projection.weight", "proj", "per_layer_projection.weight", (hidden, size)),
+        ("post_per_layer_input_norm.weight", "post_norm", "per_layer_norm.weight", (hidden,)),
+    ):
+        yield Weight(name, f"{gguf}.weight", parameter, shape)
+
+
+def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iterator[Weight]:
+    """What makes the vectors of all layers."""
+    own = sizes.hidden_size_per_layer_input
+    every = layers * own
+    for name, gguf, parameter, shape in (
+        ("embed_tokens_per_layer", "per_layer_token_embd", "embed.weight", (sizes.vocab_size_per_layer_input, every)),
+        ("per_layer_model_projection", "per_layer_model_proj", "project.weight", (every, hidden)),
+        ("per_layer_projection_norm", "per_layer_proj_norm", "norm.weight", (own,)),
+    ):
+        yield Weight(f"model.{name}.weight", f"{gguf}.weight", f"entry.{parameter}", shape)
 
 
 GEMMA = Family(

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec, per_layer_tables, per_layer_weights
 from meshlm.architectures.layers import with_attention, with_shared_caches, with_sparsity
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import attention_weights, decoder_weights, mlp_weights, norm_weights
 from meshlm.protocol.layers import LayerSpec
-from meshlm.protocol.model import AltUpSpec, ModelSpec, RopeSpec
+from meshlm.protocol.model import AltUpSpec, ModelSpec, PerLayerInputSpec, RopeSpec
 
 _LOCAL_THETA = 10_000.0
 _TABLE, _LAUREL = "per_layer_token_embd.weight", "blk.0.laurel_l.weight"
@@ -161,19 +161,17 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             ("laurel.linear_left.weight", "laurel_l", "laurel_left.weight", (altup.laurel_rank, hidden)),
             ("laurel.linear_right.weight", "laurel_r", "laurel_right.weight", (hidden, altup.laurel_rank)),
             ("laurel.post_laurel_norm.weight", "laurel_post_norm", "laurel_norm.weight", (hidden,)),
-            ("per_layer_input_gate.weight", "inp_gate", "per_layer_gate.weight", (own, hidden)),
-            ("per_layer_projection.weight", "proj", "per_layer_projection.weight", (hidden, own)),
-            ("post_per_layer_input_norm.weight", "post_norm", "per_layer_norm.weight", (hidden,)),
         ):
             yield Weight(name, f"{gguf}.weight", parameter, shape)
+        yield from per_layer_weights(own, hidden)
 
     yield from decoder_weights(spec, in_layer)
-    every = spec.num_hidden_layers * own
+    sizes = PerLayerInputSpec(
+        hidden_size_per_layer_input=own, vocab_size_per_layer_input=altup.vocab_size_per_layer_input
+    )
+    yield from per_layer_tables(sizes, spec.num_hidden_layers, hidden)
     square, others = (hidden, hidden), range(count - 1)
     for name, gguf, parameter, shape in (
-        ("embed_tokens_per_layer", "per_layer_token_embd", "entry.embed", (altup.vocab_size_per_layer_input, every)),
-        ("per_layer_model_projection", "per_layer_model_proj", "entry.project", (every, hidden)),
-        ("per_layer_projection_norm", "per_layer_proj_norm", "entry.norm", (own,)),
         *((f"altup_projections.{n}", "altup_proj", f"projections.{n}", square) for n in others),
         *((f"altup_unembed_projections.{n}", "altup_unembd_proj", f"unembed.{n}", square) for n in others),
     ):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, layer_types
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec
+from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec, per_layer_tables, per_layer_weights
 from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
 from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
 from meshlm.architectures.rope import ropes_by_kind
@@ -222,28 +222,6 @@ def _per_layer_input(config: dict[str, Any]) -> PerLayerInputSpec | None:
             f"{sizes['vocab_size_per_layer_input']} no less than vocab_size {config['vocab_size']}"
         )
     return PerLayerInputSpec(**sizes)
-
-
-def per_layer_weights(size: int, hidden: int) -> Iterator[Weight]:
-    """What a layer makes of its vector of a token, of so many numbers."""
-    for name, gguf, parameter, shape in (
-        ("per_layer_input_gate.weight", "inp_gate", "per_layer_gate.weight", (size, hidden)),
-        ("per_layer_projection.weight", "proj", "per_layer_projection.weight", (hidden, size)),
-        ("post_per_layer_input_norm.weight", "post_norm", "per_layer_norm.weight", (hidden,)),
-    ):
-        yield Weight(name, f"{gguf}.weight", parameter, shape)
-
-
-def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iterator[Weight]:
-    """What makes the vectors of all layers."""
-    own = sizes.hidden_size_per_layer_input
-    every = layers * own
-    for name, gguf, parameter, shape in (
-        ("embed_tokens_per_layer", "per_layer_token_embd", "embed.weight", (sizes.vocab_size_per_layer_input, every)),
-        ("per_layer_model_projection", "per_layer_model_proj", "project.weight", (every, hidden)),
-        ("per_layer_projection_norm", "per_layer_proj_norm", "norm.weight", (own,)),
-    ):
-        yield Weight(f"model.{name}.weight", f"{gguf}.weight", f"entry.{parameter}", shape)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
+from meshlm.architectures.config_values import boolean, integer, only_these, refuse_quantised, shown, words
 from meshlm.architectures.deepseek import DEEPSEEK_NAMES, GGUF_EXPERT_KEYS, with_gguf_experts, with_routed_experts
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
@@ -186,9 +186,7 @@ _BIAS = re.compile(r"(model\.layers\.\d+\.)(?:block_sparse_moe|mlp)\.(?:gate\.)?
 
 
 def _minimax_m2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key, wanted in _WANTED.items():
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
+    only_these(config, _WANTED, architecture)
     if any(kind != 1 for kind in config.get("attn_type_list") or ()):
         raise ValueError("attn_type_list holds layers that do not attend to all tokens; supported: 1")
     if config.get("rotary_dim") is not None and config.get("partial_rotary_factor") is None:

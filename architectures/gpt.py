@@ -35,14 +35,14 @@ from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import rotating_neighbours
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
-_GPT2_NAMES = pairs("""
+_NAMES = pairs("""
     hidden_size=n_embd num_hidden_layers=n_layer num_attention_heads=n_head max_position_embeddings=n_positions
 """)
 _GPT2_ORDER = LayerNormSpec(learned_positions=True)
 
 
 def _gpt2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    config = named(config, _GPT2_NAMES)
+    config = named(config, _NAMES)
     config["intermediate_size"] = config.get("n_inner") or 4 * integer(config, "hidden_size")
     biased = {**config, "attention_bias": True, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}
@@ -109,15 +109,12 @@ GPT_NEOX = FUSED._replace(
 )
 
 
-_GPTJ_NAMES = pairs("""
-    hidden_size=n_embd num_hidden_layers=n_layer num_attention_heads=n_head max_position_embeddings=n_positions
-""")
 _GPTJ_ORDER = LayerNormSpec(parallel=1, head_bias=True)
 
 
 def _gptj_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     refuse_quantised(config, architecture, "heads rotate neighbours")
-    config = named(config, _GPTJ_NAMES)
+    config = named(config, _NAMES)
     wide = config.get("n_inner") or 4 * integer(config, "hidden_size")
     made = {**config, "intermediate_size": wide, "attention_bias": False, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshlm.architectures import dense
 from meshlm.architectures.config_values import number, pairs, shown
 from meshlm.architectures.dense import dense_spec
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import (
     GGUF_QKV,
@@ -20,6 +20,7 @@ from meshlm.architectures.weights import (
     decoder_weights,
     expert_weights,
     mlp_weights,
+    ungated_weights,
 )
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
@@ -96,7 +97,11 @@ def layer_norm_weights(spec: ModelSpec, plus: float = 0.0, experts: ExpertNames 
         if layer.experts is not None:
             yield from expert_weights(spec, layer.experts, experts)
         else:
-            yield from mlp_weights(spec, layer.intermediate_size) if order.gated else ungated_weights(spec, layer)
+            yield from (
+                mlp_weights(spec, layer.intermediate_size)
+                if order.gated
+                else ungated_weights(spec, layer.intermediate_size)
+            )
         yield from _norm(spec, "input_layernorm", "attn_norm", "attention_norm", plus)
         if order.parallel != 1:
             yield from _norm(spec, "post_attention_layernorm", "ffn_norm", "mlp_norm", plus)
@@ -126,16 +131,6 @@ def _outside(spec: ModelSpec, order: LayerNormSpec, plus: float) -> Iterator[Wei
         yield Weight("model.project_out.weight", "project_out.weight", "project_out.weight", shape[::-1])
     if order.head_bias:
         yield Weight("lm_head.bias", "output.bias", "head_bias", (spec.vocab_size,))
-
-
-def ungated_weights(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
-    """An MLP without a gate."""
-    hidden, wide, split = spec.hidden_size, layer.intermediate_size, Split.INTERMEDIATE
-    yield Weight("mlp.up_proj.weight", "ffn_up.weight", "mlp.up.weight", (wide, hidden), split)
-    yield Weight("mlp.down_proj.weight", "ffn_down.weight", "mlp.down.weight", (hidden, wide), split, dim=1)
-    if spec.mlp_bias:
-        yield Weight("mlp.up_proj.bias", "ffn_up.bias", "mlp.up.bias", (wide,), split)
-        yield Weight("mlp.down_proj.bias", "ffn_down.bias", "mlp.down.bias", (hidden,), Split.FIRST_RANK)
 
 
 def _norm(spec: ModelSpec, name: str, gguf: str, parameter: str, plus: float) -> Iterator[Weight]:

@@ -11,7 +11,7 @@ from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_atten
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
 from meshlm.architectures.layers import with_states
 from meshlm.architectures.states import layers_of
-from meshlm.architectures.weights import transformer_weights
+from meshlm.architectures.weights import columns, rows, transformer_weights
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 
@@ -78,16 +78,11 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
     hidden, wide = spec.hidden_size, Split.INTERMEDIATE
     out = (hidden, hidden)
     for part in _PARTS:
-        yield Weight(f"conv.{part}_proj.weight", f"{_CONV}.{part}_proj.weight", "attention.qkv.weight", out, wide)
-        if state.proj_bias:
-            yield Weight(f"conv.{part}_proj.bias", f"{_CONV}.{part}_proj.bias", "attention.qkv.bias", (hidden,), wide)
+        stem, gguf = f"conv.{part}_proj", f"{_CONV}.{part}_proj"
+        yield from columns(stem, gguf, "attention.qkv", out, wide, bias=state.proj_bias)
     taps = (hidden, 1, state.conv_kernel)
-    yield Weight("conv.conv.weight", "shortconv.conv.weight", "attention.conv.weight", taps, wide)
-    if state.conv_bias:
-        yield Weight("conv.conv.bias", "shortconv.conv.bias", "attention.conv.bias", (hidden,), wide)
-    yield Weight("conv.out_proj.weight", "shortconv.out_proj.weight", "attention.o.weight", out, wide, dim=1)
-    if state.proj_bias:
-        yield Weight("conv.out_proj.bias", "shortconv.out_proj.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+    yield from columns("conv.conv", "shortconv.conv", "attention.conv", taps, wide, bias=state.conv_bias)
+    yield from rows("conv.out_proj", "shortconv.out_proj", "attention.o", out, wide, bias=state.proj_bias)
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:

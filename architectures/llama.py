@@ -22,10 +22,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, positive, refuse_quantised, shown, words
+from meshlm.architectures.config_values import (
+    boolean,
+    integer,
+    number,
+    only_these,
+    positive,
+    refuse_quantised,
+    shown,
+    words,
+)
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layer_norms import ungated_weights
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.rope import rope_kind
 from meshlm.architectures.weights import (
@@ -36,6 +44,7 @@ from meshlm.architectures.weights import (
     norm_weights,
     rotating_neighbours,
     transformer_weights,
+    ungated_weights,
 )
 from meshlm.protocol.layers import MLP, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
@@ -121,9 +130,7 @@ _WITH_ALPHA = words("rope_type type rope_theta alpha beta_fast beta_slow factor 
 
 
 def _hunyuan_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    for key, wanted in _WANTED.items():
-        if config.get(key, wanted) != wanted:
-            raise ValueError(f"{key} {shown(config[key])} is not supported for {architecture}; supported: {wanted}")
+    only_these(config, _WANTED, architecture)
     return replace(full_spec({**_stretched(config), "mlp_bias": False}, architecture), qk_norm=True)
 
 
@@ -202,7 +209,7 @@ def _apertus_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 def _apertus_weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         yield from attention_weights(spec, layer)
-        yield from ungated_weights(spec, layer)
+        yield from ungated_weights(spec, layer.intermediate_size)
         yield from norm_weights(spec, layer, _NORMS)
         for name, shape in NUMBERS.items() if layer.mlp is not None and not layer.mlp.xielu else ():
             yield Weight(f"mlp.act_fn.{name}", f"xielu.{name}", f"mlp.{name}", shape, quantises=False)

@@ -8,7 +8,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import boolean, integer, number, positive, refuse_quantised, shown, words
+from meshlm.architectures.config_values import (
+    boolean,
+    integer,
+    layer_kinds,
+    number,
+    positive,
+    refuse_quantised,
+    shown,
+    words,
+)
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import with_attention, with_experts
@@ -60,12 +69,7 @@ def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, .
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(not one for one in without)
-    if not isinstance(kinds, list) or len(kinds) != len(without):
-        raise ValueError(f"layer_types must name the kind of each of {len(without)} layers, got {shown(kinds)}")
-    for layer, kind in enumerate(kinds):
-        if kind not in _KINDS:
-            raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(_KINDS)}")
-    return tuple(kind == _KINDS[0] for kind in kinds)
+    return tuple(kind == _KINDS[0] for kind in layer_kinds(kinds, len(without), _KINDS))
 
 
 def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:

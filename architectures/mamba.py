@@ -37,20 +37,24 @@ _MAMBA2_NAMES = pairs("""
 CONTEXT = 1 << 20  # no length is too long for a state; files name none
 
 
-def _mamba2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
-    state = mamba2_state(config, _MAMBA2_NAMES)
+def _stateful_spec(config: dict[str, Any], architecture: str, state: StateSpec, heads: int) -> ModelSpec:
+    """The spec of a model whose layers have states alone. heads: that ranks may split; nothing attends."""
     return ModelSpec(
         architecture=architecture,
         vocab_size=integer(config, "vocab_size"),
-        hidden_size=hidden,
-        layers=Layers.alike(LayerSpec(state=state), layers),
-        num_attention_heads=state.num_heads,  # that ranks may split
+        hidden_size=integer(config, "hidden_size"),
+        layers=Layers.alike(LayerSpec(state=state), integer(config, "num_hidden_layers")),
+        num_attention_heads=heads,
         max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
         rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
         tie_word_embeddings=boolean(config, "tie_word_embeddings"),
         dtype=dtype_of(config),
     )
+
+
+def _mamba2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    state = mamba2_state(config, _MAMBA2_NAMES)
+    return _stateful_spec(config, architecture, state, state.num_heads)
 
 
 def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, heads: int) -> ModelSpec:
@@ -111,23 +115,12 @@ _Norms = Literal["none", "plain"]
 
 
 def _mamba_spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
-    layers, hidden = integer(config, "num_hidden_layers"), integer(config, "hidden_size")
     state = mamba_state(config, norms, _MAMBA_NAMES)
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
         state = replace(state, num_heads=positive(config, "intermediate_size"))
-    return ModelSpec(
-        architecture=architecture,
-        vocab_size=integer(config, "vocab_size"),
-        hidden_size=hidden,
-        layers=Layers.alike(LayerSpec(state=state), layers),
-        num_attention_heads=state.num_heads // 2,  # nothing attends; ranks may split the channels, two by two
-        max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
-        rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
-        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
-        dtype=dtype_of(config),
-    )
+    return _stateful_spec(config, architecture, state, state.num_heads // 2)  # channels, two by two
 
 
 def _mamba_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -163,7 +156,4 @@ _FALCON = _MAMBA._replace(
     gguf=None,
     keys=_MAMBA.keys | words("mixer_rms_eps use_falcon_mambapy"),
 )
-_MAMBA_FAMILIES = (_MAMBA, _FALCON)
-
-
-FAMILIES = (MAMBA2, *_MAMBA_FAMILIES)
+FAMILIES = (MAMBA2, _MAMBA, _FALCON)

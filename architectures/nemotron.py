@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import integer, number, pairs, shown, words
 from meshlm.architectures.deepseek import GGUF_EXPERT_KEYS, gguf_experts
 from meshlm.architectures.dense import dense_gguf, full_spec, layers_that_attend
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layer_norms import (
     LAYER_NORMS,
     layer_norm_form,
@@ -31,7 +31,13 @@ from meshlm.architectures.states import (
     mamba2_state,
     mamba2_weights,
 )
-from meshlm.architectures.weights import ExpertNames, attention_weights, decoder_weights, expert_weights
+from meshlm.architectures.weights import (
+    ExpertNames,
+    attention_weights,
+    decoder_weights,
+    expert_weights,
+    ungated_weights,
+)
 from meshlm.protocol.layers import Layers, LayerSpec, MoESpec, StateSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -176,26 +182,17 @@ def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
 def _nemotron_h_weights(spec: ModelSpec) -> Iterator[Weight]:
     hidden = spec.hidden_size
 
-    def mlp(wide: int, stem: str = "mixer", gguf: str = "ffn_{}", module: str = "mlp") -> Iterator[Weight]:
-        split, up, down = Split.INTERMEDIATE, gguf.format("up"), gguf.format("down")
-        yield Weight(f"{stem}.up_proj.weight", f"{up}.weight", f"{module}.up.weight", (wide, hidden), split)
-        yield Weight(
-            f"{stem}.down_proj.weight", f"{down}.weight", f"{module}.down.weight", (hidden, wide), split, dim=1
-        )
-        if spec.mlp_bias:
-            yield Weight(f"{stem}.up_proj.bias", f"{up}.bias", f"{module}.up.bias", (wide,), split)
-            yield Weight(f"{stem}.down_proj.bias", f"{down}.bias", f"{module}.down.bias", (hidden,), Split.FIRST_RANK)
-
     def experts(moe: MoESpec) -> Iterator[Weight]:
         yield from expert_weights(spec, replace(moe, shared_intermediate_size=0), _NAMES_OF_EXPERTS)
         if moe.shared_intermediate_size:
-            yield from mlp(moe.shared_intermediate_size, "mixer.shared_experts", "ffn_{}_shexp", "mlp.shared")
+            names = ("mixer.shared_experts", "ffn_{}_shexp", "mlp.shared")
+            yield from ungated_weights(spec, moe.shared_intermediate_size, names)
 
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         if layer.experts is not None:
             yield from experts(layer.experts)
         if layer.mlp is not None:
-            yield from mlp(layer.intermediate_size)
+            yield from ungated_weights(spec, layer.intermediate_size, ("mixer", "ffn_{}", "mlp"))
         for weight in attention_weights(spec, layer) if layer.attention else ():
             yield weight._replace(name=weight.name.replace("self_attn.", "mixer."))
         for weight in mamba2_weights(spec) if layer.state else ():

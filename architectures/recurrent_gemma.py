@@ -11,7 +11,7 @@ from meshlm.architectures.config_values import boolean, integer, number, positiv
 from meshlm.architectures.dense import activation, dense_spec
 from meshlm.architectures.family import Family, Split, Weight
 from meshlm.architectures.layers import with_attention, with_states
-from meshlm.architectures.weights import Norms, transformer_weights
+from meshlm.architectures.weights import Norms, columns, rows, transformer_weights
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 
@@ -61,16 +61,13 @@ def _mixer(spec: ModelSpec) -> Iterator[Weight]:
     assert state is not None
     channels, block = state.inner, state.inner // heads
     for name in ("y", "x"):
-        yield Weight(f"linear_{name}.weight", "", "attention.qkv.weight", (channels, hidden), wide)
-        yield Weight(f"linear_{name}.bias", "", "attention.qkv.bias", (channels,), wide)
-    yield Weight("conv_1d.weight", "", "attention.conv.weight", (channels, 1, state.conv_kernel), wide)
-    yield Weight("conv_1d.bias", "", "attention.conv.bias", (channels,), wide)
+        yield from columns(f"linear_{name}", "", "attention.qkv", (channels, hidden), wide, bias=True)
+    yield from columns("conv_1d", "", "attention.conv", (channels, 1, state.conv_kernel), wide, bias=True)
     for gate in ("input_gate", "recurrent_gate"):
         yield Weight(f"rg_lru.{gate}_weight", "", f"attention.{gate}.weight", (heads, block, block), wide)
         yield Weight(f"rg_lru.{gate}_bias", "", f"attention.{gate}.bias", (heads, block), wide)
     yield Weight("rg_lru.recurrent_param", "", "attention.decay", (channels,), wide)
-    yield Weight("linear_out.weight", "", "attention.o.weight", (hidden, channels), wide, dim=1)
-    yield Weight("linear_out.bias", "", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+    yield from rows("linear_out", "", "attention.o", (hidden, channels), wide, bias=True)
 
 
 def _renamed(name: str) -> str:

@@ -6,8 +6,9 @@ What models with Mamba's own layers have in common (Gu and Dao 2023): the sizes 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
+from meshlm.architectures.config_values import boolean, integer, layer_kinds, number, positive, shown, words
 from meshlm.architectures.family import GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.weights import columns, rows
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 
@@ -109,16 +110,10 @@ def dtype_of_states(config: dict[str, Any]) -> str:
 
 def layers_of(config: dict[str, Any], kinds: Mapping[str, str]) -> tuple[str, ...]:
     """The kind of each layer, from layer_types or layers_block_type. kinds: their names in files, and ours. ValueError."""
-    layers = integer(config, "num_hidden_layers")
     given = config.get("layers_block_type") or config.get("layer_types")
     if given is None:
         raise KeyError("layer_types")
-    if not isinstance(given, list) or len(given) != layers:
-        raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(given)}")
-    for layer, kind in enumerate(given):
-        if kind not in kinds:
-            raise ValueError(f"layer_types holds {shown(kind)} for layer {layer}; supported: {', '.join(kinds)}")
-    return tuple(kinds[kind] for kind in given)
+    return tuple(kinds[kind] for kind in layer_kinds(given, integer(config, "num_hidden_layers"), kinds))
 
 
 def time_step_limit(config: dict[str, Any]) -> tuple[float, float | None]:
@@ -140,18 +135,19 @@ def mamba2_weights(spec: ModelSpec) -> Iterator[Weight]:
     assert state is not None
     inner, numbers, heads, hidden = state.inner, state.n_groups * state.state_size, state.num_heads, spec.hidden_size
     wide, groups = Split.INTERMEDIATE, Split.STATE_GROUPS
-    rows = (("z", inner, wide), ("x", inner, wide), ("b", numbers, groups), ("c", numbers, groups), ("dt", heads, wide))
-    for name, size, split in rows:
-        yield Weight(
-            f"mamba.{name}_proj.weight", f"ssm_in.{name}.weight", "attention.qkv.weight", (size, hidden), split
-        )
-        if state.proj_bias:
-            yield Weight(f"mamba.{name}_proj.bias", f"ssm_in.{name}.bias", "attention.qkv.bias", (size,), split)
-    for name, size, split in rows[1:4]:
-        taps = (size, 1, state.conv_kernel)
-        yield Weight(f"mamba.{name}_conv.weight", f"ssm_conv1d.{name}.weight", "attention.conv.weight", taps, split)
-        if state.conv_bias:
-            yield Weight(f"mamba.{name}_conv.bias", f"ssm_conv1d.{name}.bias", "attention.conv.bias", (size,), split)
+    inputs = (
+        ("z", inner, wide),
+        ("x", inner, wide),
+        ("b", numbers, groups),
+        ("c", numbers, groups),
+        ("dt", heads, wide),
+    )
+    for name, size, split in inputs:
+        stem, gguf = f"mamba.{name}_proj", f"ssm_in.{name}"
+        yield from columns(stem, gguf, "attention.qkv", (size, hidden), split, bias=state.proj_bias)
+    for name, size, split in inputs[1:4]:
+        taps, stem, gguf = (size, 1, state.conv_kernel), f"mamba.{name}_conv", f"ssm_conv1d.{name}"
+        yield from columns(stem, gguf, "attention.conv", taps, split, bias=state.conv_bias)
     for name, gguf, parameter in (
         ("dt_bias", "ssm_dt.bias", "dt_bias"),
         ("A_log", "ssm_a", "a_log"),
@@ -160,9 +156,7 @@ def mamba2_weights(spec: ModelSpec) -> Iterator[Weight]:
         yield Weight(f"mamba.{name}", gguf, f"attention.{parameter}", (heads,), wide)
     if state.gated_norm:
         yield Weight("mamba.norm.weight", "ssm_norm.weight", "attention.gated_norm.weight", (inner,), wide)
-    yield Weight("mamba.out_proj.weight", "ssm_out.weight", "attention.o.weight", (hidden, inner), wide, dim=1)
-    if state.proj_bias:
-        yield Weight("mamba.out_proj.bias", "ssm_out.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+    yield from rows("mamba.out_proj", "ssm_out", "attention.o", (hidden, inner), wide, bias=state.proj_bias)
 
 
 GGUF_MAMBA_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank")
@@ -221,22 +215,16 @@ def mamba_weights(spec: ModelSpec) -> Iterator[Weight]:
     assert state is not None
     inner, hidden, rank, numbers = state.inner, spec.hidden_size, state.time_step_rank, state.state_size
     wide = Split.INTERMEDIATE
-    yield Weight("mamba.in_proj.weight", "ssm_in.weight", "attention.qkv.weight", (2 * inner, hidden))
-    conv = (inner, 1, state.conv_kernel)
-    yield Weight("mamba.conv1d.weight", "ssm_conv1d.weight", "attention.conv.weight", conv, wide)
-    if state.conv_bias:
-        yield Weight("mamba.conv1d.bias", "ssm_conv1d.bias", "attention.conv.bias", (inner,), wide)
+    whole, conv = Split.REPLICATED, (inner, 1, state.conv_kernel)
+    yield from columns("mamba.in_proj", "ssm_in", "attention.qkv", (2 * inner, hidden), whole, bias=state.proj_bias)
+    yield from columns("mamba.conv1d", "ssm_conv1d", "attention.conv", conv, wide, bias=state.conv_bias)
     x_proj = (rank + 2 * numbers, inner)
     yield Weight("mamba.x_proj.weight", "ssm_x.weight", "attention.x_proj.weight", x_proj, wide, dim=1)
-    yield Weight("mamba.dt_proj.weight", "ssm_dt.weight", "attention.dt_proj.weight", (inner, rank), wide)
-    yield Weight("mamba.dt_proj.bias", "ssm_dt.bias", "attention.dt_proj.bias", (inner,), wide)
+    yield from columns("mamba.dt_proj", "ssm_dt", "attention.dt_proj", (inner, rank), wide, bias=True)
     if state.mixer_norm == "weighted":
         for name, size in (("dt", rank), ("b", numbers), ("c", numbers)):
             stem = f"mamba.{name}_layernorm.weight"
             yield Weight(stem, f"ssm_{name}_norm.weight", f"attention.{name}_norm.weight", (size,))
     yield Weight("mamba.A_log", "ssm_a", "attention.a_log", (inner, numbers), wide)
     yield Weight("mamba.D", "ssm_d", "attention.d", (inner,), wide)
-    yield Weight("mamba.out_proj.weight", "ssm_out.weight", "attention.o.weight", (hidden, inner), wide, dim=1)
-    if state.proj_bias:
-        yield Weight("mamba.in_proj.bias", "ssm_in.bias", "attention.qkv.bias", (2 * inner,))
-        yield Weight("mamba.out_proj.bias", "ssm_out.bias", "attention.o.bias", (hidden,), Split.FIRST_RANK)
+    yield from rows("mamba.out_proj", "ssm_out", "attention.o", (hidden, inner), wide, bias=state.proj_bias)

@@ -93,15 +93,15 @@ def attention_weights(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
     hidden, attention = spec.hidden_size, layer.attention
     assert attention is not None
     query, key = (heads * attention.head_dim for heads in (spec.num_attention_heads, attention.num_key_value_heads))
-    for name, gguf, split, rows in (
+    for name, gguf, split, outputs in (
         ("q", "attn_q", _QUERY, query),
         ("k", "attn_k", _KV, key),
         ("v", "attn_v", _KV, key),
     ):
-        yield from _columns(
-            f"self_attn.{name}_proj", gguf, "attention.qkv", (rows, hidden), split, bias=spec.attention_bias
+        yield from columns(
+            f"self_attn.{name}_proj", gguf, "attention.qkv", (outputs, hidden), split, bias=spec.attention_bias
         )
-    yield from _rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
+    yield from rows("self_attn.o_proj", "attn_output", "attention.o", (hidden, query), _QUERY, bias=spec.output_bias)
 
 
 def rotating_neighbours(spec: ModelSpec, weights: Iterator[Weight]) -> Iterator[Weight]:
@@ -116,12 +116,19 @@ def mlp_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = MLP_NA
     stem, gguf, module = names
     hidden = spec.hidden_size
     for name in ("gate", "up"):
-        yield from _columns(
+        yield from columns(
             f"{stem}.{name}_proj", gguf.format(name), f"{module}.gate_up", (wide, hidden), _WIDE, bias=spec.mlp_bias
         )
-    yield from _rows(
+    yield from rows(
         f"{stem}.down_proj", gguf.format("down"), f"{module}.down", (hidden, wide), _WIDE, bias=spec.mlp_bias
     )
+
+
+def ungated_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = MLP_NAMES) -> Iterator[Weight]:
+    """An MLP without a gate. names: see `mlp_weights`."""
+    stem, gguf, module = names
+    for name, made, shape in (("up", columns, (wide, spec.hidden_size)), ("down", rows, (spec.hidden_size, wide))):
+        yield from made(f"{stem}.{name}_proj", gguf.format(name), f"{module}.{name}", shape, _WIDE, bias=spec.mlp_bias)
 
 
 def norm_weights(spec: ModelSpec, layer: LayerSpec, norms: Norms = PRE_NORMS, plus: float = 0.0) -> Iterator[Weight]:
@@ -134,8 +141,8 @@ def norm_weights(spec: ModelSpec, layer: LayerSpec, norms: Norms = PRE_NORMS, pl
         yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (spec.hidden_size,), plus=plus)
 
 
-def _columns(
-    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
+def columns(
+    name: str, gguf: str, parameter: str, shape: tuple[int, ...], split: Split, *, bias: bool
 ) -> Iterator[Weight]:
     """A column-parallel product: each rank has some of its outputs."""
     yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split)
@@ -143,9 +150,7 @@ def _columns(
         yield Weight(f"{name}.bias", f"{gguf}.bias", f"{parameter}.bias", shape[:1], split)
 
 
-def _rows(
-    name: str, gguf: str, parameter: str, shape: tuple[int, int], split: Split, *, bias: bool
-) -> Iterator[Weight]:
+def rows(name: str, gguf: str, parameter: str, shape: tuple[int, ...], split: Split, *, bias: bool) -> Iterator[Weight]:
     """A row-parallel product: each rank has some of its inputs."""
     yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", shape, split, dim=1)
     if bias:
