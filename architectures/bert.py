@@ -13,7 +13,9 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.dense import dense_gguf
-from meshlm.architectures.encoder import (
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Serves, Weight
+from meshlm.architectures.layers import with_attention
+from meshlm.architectures.sequence import (
     KEYS,
     classifier,
     encoder_activation,
@@ -22,8 +24,6 @@ from meshlm.architectures.encoder import (
     layer_norm_eps,
     norm_weights,
 )
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Serves, Weight
-from meshlm.architectures.layers import with_attention
 from meshlm.protocol.model import HeadSpec, ModelSpec, RopeSpec
 
 UNREAD = r"pooler\..*|cls\..*|lm_head\..*|.*position_ids|.*token_type_ids|qa_outputs\..*"

@@ -46,7 +46,6 @@ def cohere_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 def cohere_weights(spec: ModelSpec) -> Iterator[Weight]:
-    """Every tensor."""
     return rotating_neighbours(spec, transformer_weights(spec, _NORMS))
 
 

@@ -74,7 +74,6 @@ def number(value: Any, name: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A value of a file, as a message holds it."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -95,7 +94,6 @@ def one_of(config: dict[str, Any], key: str, choices: tuple[Any, ...]) -> Any:
 
 
 def same(config: dict[str, Any], key: str, other: str) -> None:
-    """Two keys that say one thing."""
     one, two = config.get(key), config.get(other)
     if one is not None and two is not None and one != two:
         raise ValueError(f"{key} {shown(one)} and {other} {shown(two)} contradict each other")

@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, number, only_these, positive, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.layers import with_attention, with_experts
-from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
+from meshlm.architectures.layers import GGUF_KEYS, checked, gguf_moe, moe_spec, with_attention, with_experts
 from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.layers import LayerSpec, MLASpec, MoESpec
 from meshlm.protocol.model import ModelSpec

@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, full_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layers import with_experts
-from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe
+from meshlm.architectures.layers import GGUF_KEYS, checked, gguf_moe, with_experts
 from meshlm.architectures.weights import ExpertNames, rotating_neighbours, transformer_weights
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec

@@ -65,8 +65,6 @@ class Weight(NamedTuple):
 
 
 class GGUFMetadata(NamedTuple):
-    """The metadata of a .gguf file, beside the values of its tensors."""
-
     kind: str  # general.architecture, which is the prefix of the other keys
     fields: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]  # of tensors, as Hugging Face has them
@@ -93,8 +91,6 @@ class MetadataError(ValueError):
 
 
 class GGUFFamily(NamedTuple):
-    """The form in which llama.cpp writes models of a family."""
-
     kind: str  # general.architecture
     spec: Callable[[GGUFMetadata, str], ModelSpec]  # the name of the architecture goes in too
     keys: frozenset[str] = frozenset()  # that it honours beyond those of all families, without the kind before them
@@ -126,8 +122,6 @@ class ExpertTensors(NamedTuple):
 
 
 class Family(NamedTuple):
-    """One architecture."""
-
     architecture: str  # in `architectures` of a config.json
     model_type: str  # that such a config.json has
     spec: Callable[

@@ -43,7 +43,6 @@ def per_layer_weights(size: int, hidden: int) -> Iterator[Weight]:
 
 
 def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iterator[Weight]:
-    """What makes the vectors of all layers."""
     own = sizes.hidden_size_per_layer_input
     every = layers * own
     for name, gguf, parameter, shape in (
@@ -112,7 +111,6 @@ def gemma_gguf(metadata: GGUFMetadata, architecture: str, *, largest: int) -> Mo
 
 
 def gemma_weights(spec: ModelSpec) -> Iterator[Weight]:
-    """Every tensor."""
     return transformer_weights(spec, SANDWICH_NORMS, norm_plus=1.0)
 
 

@@ -75,7 +75,6 @@ def _gguf_sparsity(metadata: GGUFMetadata, layers: int) -> list[float]:
 
 
 def _of_layers(metadata: GGUFMetadata, key: str, value: Any, layers: int) -> list[Any]:
-    """One number for each layer."""
     found = value if isinstance(value, list) else [value] * layers
     if len(found) != layers or not all(isinstance(one, int | float) for one in found):
         raise MetadataError(

@@ -15,8 +15,15 @@ from meshlm.architectures.config_values import boolean, integer, refuse_quantise
 from meshlm.architectures.dense import dense_gguf, layer_types
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec, per_layer_tables, per_layer_weights
-from meshlm.architectures.layers import sharing, with_attention, with_mlps, with_shared_caches
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
+from meshlm.architectures.layers import (
+    GGUF_KEYS,
+    gguf_moe,
+    moe_spec,
+    sharing,
+    with_attention,
+    with_mlps,
+    with_shared_caches,
+)
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import (
     ExpertNames,
@@ -89,7 +96,6 @@ def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 def _gguf_of_layers(value: Any, layers: int, key: str) -> list[int]:
-    """One number for each layer."""
     found = list(map(int, value)) if isinstance(value, list | tuple) else [int(value)] * layers
     if len(found) != layers:
         raise MetadataError(f"{key} names {len(found)} layers of {layers}")
@@ -246,7 +252,6 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
 
 def _beside(spec: ModelSpec, moe: MoESpec) -> Iterator[Weight]:
-    """The experts of a layer, beside its MLP."""
     hidden = spec.hidden_size
     for weight in expert_weights(spec, moe, _NAMES):
         yield weight._replace(parameter=weight.parameter.replace("mlp.", "moe.", 1))

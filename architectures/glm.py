@@ -26,9 +26,8 @@ from meshlm.architectures.config_values import boolean, integer, only_these, ref
 from meshlm.architectures.deepseek import DEEPSEEK_NAMES, GGUF_EXPERT_KEYS, with_gguf_experts, with_routed_experts
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
-from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.layers import moe_spec, with_attention, with_experts
 from meshlm.architectures.mistral import MIXTRAL_NAMES
-from meshlm.architectures.moe import moe_spec
 from meshlm.architectures.olmo import olmo_attention
 from meshlm.architectures.qwen import windows
 from meshlm.architectures.weights import (
@@ -57,7 +56,6 @@ def glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def glm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
-    """Every tensor."""
     return rotating_neighbours(spec, fused_gate_up(transformer_weights(spec, norms)))
 
 

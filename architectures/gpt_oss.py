@@ -10,8 +10,15 @@ from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.dense import sliding_layers as layers_that_slide
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, Split, Weight
-from meshlm.architectures.layers import all_but_each, with_attention, with_experts
-from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
+from meshlm.architectures.layers import (
+    GGUF_KEYS,
+    all_but_each,
+    checked,
+    gguf_moe,
+    moe_spec,
+    with_attention,
+    with_experts,
+)
 from meshlm.architectures.weights import POST_ATTENTION_NORMS, ExpertNames, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec

@@ -15,8 +15,16 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layers import with_attention, with_experts, with_mlps, with_states
-from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
+from meshlm.architectures.layers import (
+    GGUF_KEYS,
+    checked,
+    gguf_moe,
+    moe_spec,
+    with_attention,
+    with_experts,
+    with_mlps,
+    with_states,
+)
 from meshlm.architectures.states import (
     GGUF_PACKED,
     GGUF_STATE,

@@ -18,8 +18,7 @@ from meshlm.architectures.config_values import integer, number, refuse_quantised
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.granite import MULTIPLIED
-from meshlm.architectures.layers import with_attention, with_experts, with_states
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
+from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, moe_spec, with_attention, with_experts, with_states
 from meshlm.architectures.states import (
     GGUF_MAMBA_STATE,
     GGUF_PACKED,

@@ -61,7 +61,6 @@ def _intermediate(config: dict[str, Any]) -> int:
 
 
 def _kinds(config: dict[str, Any], layers: int) -> tuple[str, ...]:
-    """The kind of each layer. ValueError."""
     if config.get("layer_types") is not None:
         return layers_of(config, _KINDS)
     given = config.get("full_attn_idxs")

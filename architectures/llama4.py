@@ -20,9 +20,8 @@ from meshlm.architectures.config_values import (
 )
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layers import with_attention, with_experts
+from meshlm.architectures.layers import GGUF_KEYS, checked, gguf_moe, moe_spec, with_attention, with_experts
 from meshlm.architectures.llama import without_positions
-from meshlm.architectures.moe import GGUF_KEYS, checked, gguf_moe, moe_spec
 from meshlm.architectures.weights import ExpertNames, rotating_neighbours, transformer_weights
 from meshlm.protocol.model import ModelSpec
 

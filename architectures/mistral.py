@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import number
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window, sliding_layers, windowed_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
-from meshlm.architectures.layers import with_attention, with_experts
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
+from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, moe_spec, with_attention, with_experts
 from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.model import ModelSpec
 

@@ -21,7 +21,7 @@ from meshlm.architectures.layer_norms import (
     layer_norm_spec,
     layer_norm_weights,
 )
-from meshlm.architectures.moe import checked, moe_spec
+from meshlm.architectures.layers import checked, moe_spec
 from meshlm.architectures.states import (
     GGUF_PACKED,
     GGUF_STATE,
@@ -164,7 +164,6 @@ def _nemotron_h_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
-    """The kind of each layer. ValueError."""
     letters = config.get("hybrid_override_pattern")
     if letters is None:
         given = config.get("layers_block_type") or config.get("layer_types") or []

@@ -28,8 +28,14 @@ from meshlm.architectures.dense import (
 )
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
 from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_gguf, layer_norm_spec
-from meshlm.architectures.layers import rotating_where_sliding, with_attention, with_experts
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, moe_spec
+from meshlm.architectures.layers import (
+    GGUF_KEYS,
+    gguf_moe,
+    moe_spec,
+    rotating_where_sliding,
+    with_attention,
+    with_experts,
+)
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import Norms, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec

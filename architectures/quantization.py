@@ -17,8 +17,6 @@ FP8 = "F8_E4M3"  # as safetensors writes the type of such weights
 
 
 class QuantizationFormat(NamedTuple):
-    """One quant_method."""
-
     name: str
     read: Callable[[dict[str, Any]], QuantizationSpec]  # ValueError names the key that is not honoured
     encodes: bool = False  # its WeightFormat quantises floats while they are loaded, where a scheme says so

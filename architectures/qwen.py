@@ -21,8 +21,15 @@ from meshlm.architectures.config_values import boolean, integer, number, pairs, 
 from meshlm.architectures.dense import dense_gguf, dense_spec, layer_types, one_window, partial_factor, sliding_window
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata
 from meshlm.architectures.layer_norms import QKV, named, renaming
-from meshlm.architectures.layers import with_attention, with_experts, with_mlps
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
+from meshlm.architectures.layers import (
+    GGUF_KEYS,
+    gguf_moe,
+    layers_with_experts,
+    moe_spec,
+    with_attention,
+    with_experts,
+    with_mlps,
+)
 from meshlm.architectures.weights import GGUF_QKV, transformer_weights
 from meshlm.protocol.model import ModelSpec
 
@@ -143,7 +150,6 @@ def _qwen3_moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _one_count(config: dict[str, Any]) -> dict[str, Any]:
-    """Newer files say num_local_experts. ValueError."""
     known = [config[key] for key in ("num_experts", "num_local_experts") if config.get(key) is not None]
     if any(count != known[0] for count in known):
         raise ValueError(f"num_experts and num_local_experts differ: {known[0]}, {known[1]}")

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import boolean, integer, pairs, positive, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.layers import with_experts, with_states
-from meshlm.architectures.moe import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec
+from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec, with_experts, with_states
 from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
 from meshlm.architectures.weights import POST_ATTENTION_NORMS, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec, MoESpec, StateSpec

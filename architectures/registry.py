@@ -116,7 +116,6 @@ def register(family: Family) -> None:
 
 
 def architectures() -> tuple[str, ...]:
-    """The names of all families."""
     return tuple(_FAMILIES)
 
 

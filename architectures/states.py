@@ -210,7 +210,6 @@ def mamba_gguf(metadata: GGUFMetadata, mixer_norm: Literal["none", "plain", "wei
 
 
 def mamba_weights(spec: ModelSpec) -> Iterator[Weight]:
-    """A layer's mixer."""
     state = spec.state
     assert state is not None
     inner, hidden, rank, numbers = state.inner, spec.hidden_size, state.time_step_rank, state.state_size

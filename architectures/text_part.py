@@ -61,7 +61,6 @@ _TEXT_TENSORS = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model
 
 
 def architectures() -> tuple[str, ...]:
-    """The architectures of which the text model is served."""
     return tuple(_ARCHITECTURES)
 
 

@@ -89,7 +89,6 @@ def decoder_weights(
 
 
 def attention_weights(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
-    """The products of a layer's attention."""
     hidden, attention = spec.hidden_size, layer.attention
     assert attention is not None
     query, key = (heads * attention.head_dim for heads in (spec.num_attention_heads, attention.num_key_value_heads))

@@ -19,8 +19,6 @@ from meshlm.workers.states.torch_states import StepStates
 
 
 class StepAttention(Protocol):
-    """Attention for one step; made once, run by every layer."""
-
     def attend(
         self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:

@@ -17,7 +17,6 @@ class CpuAttention(RotatedAttention):
         self._spans: dict[tuple[int, int], Tensor] = {}  # the same for all layers of so many heads
 
     def spans(self, num_heads: int, kv_heads: int) -> Tensor:
-        """See kernel.spans."""
         heads = num_heads, kv_heads
         if heads not in self._spans:
             batch = self._batch

@@ -24,8 +24,6 @@ SHORT = 8  # tokens by which any prompt may be padded
 
 
 class _Padded(NamedTuple):
-    """Prompts that are computed together."""
-
     tokens: Tensor  # int64 [n, longest]: their tokens in the step; those that fill up repeat the last one
     mask: Tensor | None  # bool [n, longest]: which are no filling; None: there is none
     rows: Tensor | None  # int64 [their tokens]: places of their tokens in `tokens`, flattened; None: all, in order

@@ -157,8 +157,6 @@ def _on(device: torch.device, numbers: "tuple[int, ...] | list[int]", dtype: tor
 
 
 class PackageAttention(TritonAttention):
-    """One step."""
-
     package: Package
 
     def _prompts(

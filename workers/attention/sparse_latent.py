@@ -31,8 +31,6 @@ ToChoose = Chosen | LastChoice | None
 
 
 class Choice(NamedTuple):
-    """The tokens that each query attends to."""
-
     slots: Tensor  # int64 [t, most]
     seen: Tensor  # bool [t, most]: which of them count
     group: int  # whose slots they are

@@ -50,13 +50,10 @@ class LatentWorkspace:
 
 
 class TritonLatentAttention:
-    """One step."""
-
     def __init__(self, batch: StepInputs, workspace: LatentWorkspace, side: AuxStream) -> None:
         self._batch, self._workspace, self._side = batch, workspace, side
 
     def is_few(self, columns: Columns) -> bool:
-        """Whether it is a step for `attend_few`."""
         return columns.n <= ROWS and self._batch.num_decodes == columns.n
 
     def attend_few(
@@ -115,7 +112,6 @@ class TritonLatentAttention:
         return out
 
     def _absorbed(self, query: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float) -> Tensor:
-        """All requests over the cache."""
         decodes = self._batch.num_decodes
         absorbed = heads.absorb(query)
         found = torch.empty_like(absorbed)
@@ -195,8 +191,6 @@ MOST_SCORES = 1 << 24  # at a time: 64 MiB, of some queries with the longest con
 
 
 class TritonSparseAttention:
-    """One step."""
-
     def __init__(self, batch: StepInputs, workspace: LatentWorkspace) -> None:
         self._batch, self._workspace = batch, workspace
         self._seen: tuple[Tensor, Tensor] | None = None  # the same for all layers

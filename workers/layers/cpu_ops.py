@@ -13,7 +13,6 @@ from meshlm.workers.partial_sum import PartialSum
 
 
 def available() -> bool:
-    """Whether the kernels could be compiled and loaded."""
     return library() is not None
 
 

@@ -13,9 +13,9 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.formats.format import UNQUANTIZED, WeightedLayer
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import Linear
+from meshlm.workers.layers.elements import MLP
+from meshlm.workers.layers.elements import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.moe.parts import Dispatcher, ExpertExtras, ExpertWeights, Routing
@@ -27,8 +27,6 @@ ROUTING = (torch.int32, torch.float32)  # dtypes of experts and weights
 
 
 class Router(nn.Module):
-    """Chooses a token's experts."""
-
     def __init__(self, hidden: int, moe: MoESpec) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.num_experts, hidden), requires_grad=False)
@@ -51,7 +49,6 @@ class Router(nn.Module):
 
 
 def rule_of(moe: MoESpec) -> Rule:
-    """The routing rule in the form that kernels take."""
     return Rule(
         moe.num_experts_per_tok,
         moe.scoring_func == "sigmoid",
@@ -86,7 +83,6 @@ class ExpertLinears(nn.Module):
         return self.gate_up, self.down
 
     def weights(self, act: str) -> ExpertWeights:
-        """The weights as experts take them."""
         extras = None
         if self.gate_up.bias is not None or self._swiglu is not None:
             extras = ExpertExtras(self.gate_up.bias, self.down.bias, self._swiglu)

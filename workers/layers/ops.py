@@ -71,8 +71,6 @@ class LayerStep(NamedTuple):
 
 
 class RouterWeights(NamedTuple):
-    """The weights of the router that chooses a layer's experts."""
-
     packed: Tensor  # [experts, hidden]
     bias: Tensor | None
     correction_bias: Tensor | None

@@ -148,7 +148,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest that this device has for this dtype."""
     if device.type == "cpu" and dtype == torch.float32:
         from meshlm.workers.layers import cpu_ops
 

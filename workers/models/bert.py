@@ -10,15 +10,12 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.elements import LayerNorm, Linear
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.models.encoder import NOT_ROTATED, Encoder, EncoderLayer, Table
 
 
 class BertLayer(EncoderLayer):
-    """A layer norm stands behind each sum."""
-
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.up = Linear(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.protocol.model import HeadSpec, ModelSpec
-from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.elements import LayerNorm
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **ACTIVATIONS,

@@ -23,8 +23,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, Linear
 from meshlm.workers.models.decoder import Decoder, DecoderLayer
 
 Weights = tuple[Tensor, Tensor | None]  # of a product: weight, bias
@@ -141,5 +140,4 @@ def _triton_version() -> str:
 
 
 def cache_root() -> Path:
-    """Beside what other programs cache for this user."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshlm" / "inductor"

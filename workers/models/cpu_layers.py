@@ -13,8 +13,7 @@ from meshlm.workers.attention.cpu_backend import CpuAttention
 from meshlm.workers.attention.encoder import EncoderAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.layers.cpu_ops import CpuOps
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, Linear
 from meshlm.workers.models.bert import Bert, BertLayer
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 

@@ -20,11 +20,8 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.embedding import Embedding
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.norm import LayerNorm, RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
@@ -131,8 +128,6 @@ class DecoderLayer(nn.Module):
 
 
 class LayerClasses(NamedTuple):
-    """What a family's layers are made of."""
-
     layer: type[DecoderLayer] = DecoderLayer
     attention: type[Attention] = Attention
     state: type[Attention] = Attention  # in the place of attention, where a layer keeps a recurrent state
@@ -231,7 +226,6 @@ class Decoder(nn.Module):
             attention.table = still if not attention.rotates else sliding if attention.window else None
 
     def _use_dispatcher(self) -> None:
-        """Let experts have their tokens."""
         for module in self.mixtures():
             module.use(no_dispatch(module.moe, self.shard.tp_size))
 
@@ -249,7 +243,6 @@ class Decoder(nn.Module):
             module.use(no_dispatch(module.moe, self.shard.tp_size, slots_of=self.shard.tp_rank))
 
     def mixtures(self) -> list[MoE]:
-        """Layer by layer."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
     def forward(
@@ -283,7 +276,6 @@ class Decoder(nn.Module):
         return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
 
     def normed(self, x: PartialSum) -> Tensor:
-        """The last norm."""
         assert self.norm is not None
         return self.ops.norm(x, (self.norm.weight, self.norm.eps))[0]
 
@@ -394,5 +386,4 @@ class Decoder(nn.Module):
 
 
 def linears_of(module: nn.Module) -> list[Linear]:
-    """All linear layers in it."""
     return [found for found in module.modules() if isinstance(found, Linear)]

@@ -21,8 +21,7 @@ from meshlm.protocol.model import ModelSpec, RopeSpec
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear, Matrix
-from meshlm.workers.layers.norm import LayerNorm, RMSNorm
+from meshlm.workers.layers.elements import LayerNorm, Linear, Matrix, RMSNorm
 from meshlm.workers.layers.ops import LatentShape, LayerStep, Ops
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours, yarn_mscale
 from meshlm.workers.models.decoder import Attention, Decoder, LayerClasses
@@ -79,8 +78,6 @@ _EPS = 1e-6
 
 
 class Index(nn.Module):
-    """The products of the index of one layer."""
-
     def __init__(self, mla: MLASpec, hidden: int) -> None:
         super().__init__()
         self._mla = mla

@@ -16,8 +16,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.elements import LayerNorm, Linear
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
 from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
@@ -53,8 +52,6 @@ class MaskedHead(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """The products of attention and MLP."""
-
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         hidden = spec.hidden_size

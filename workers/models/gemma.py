@@ -27,10 +27,7 @@ from meshlm.protocol.model import ModelSpec, PerLayerInputSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.embedding import Embedding
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import MLP, Embedding, Linear, RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum

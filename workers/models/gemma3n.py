@@ -22,9 +22,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.gemma import Gemma, GemmaLayer, PerLayerInputs, SharedKV, SharingAttention, share_all
@@ -150,7 +148,6 @@ class Gemma3n(Gemma):
 
 
 def inputs_of(altup: AltUpSpec) -> PerLayerInputSpec:
-    """The sizes of the vectors of each layer."""
     return PerLayerInputSpec(
         hidden_size_per_layer_input=altup.hidden_size_per_layer_input,
         vocab_size_per_layer_input=altup.vocab_size_per_layer_input,
@@ -171,5 +168,4 @@ def _size(x: Tensor) -> Tensor:
 
 
 def _sized(x: Tensor, size: Tensor) -> Tensor:
-    """x with rows of this size."""
     return x * size / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()

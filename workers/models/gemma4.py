@@ -17,10 +17,8 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.gemma import Gemma, GemmaLayer, PerLayerInputs, SharedKV, SharingAttention, share_all

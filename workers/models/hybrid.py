@@ -22,10 +22,8 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.norm import RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.layer_norm import UngatedMLP
@@ -33,8 +31,6 @@ from meshlm.workers.partial_sum import PartialSum
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each channel."""
-
     def __init__(self, channels: int, kernel: int, *, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel), requires_grad=False)
@@ -110,8 +106,6 @@ class NoMLP(MLP):
 
 
 class HybridLayer(DecoderLayer):
-    """What the spec says of this layer."""
-
     def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
         nn.Module.__init__(self)
         record = spec.layers[layer]
@@ -158,8 +152,6 @@ class SquaredReLU(UngatedMLP):
 
 
 class SquaredReLUExperts(MoE):
-    """Experts without gates."""
-
     shared_kind = SquaredReLU
 
 

@@ -22,10 +22,8 @@ from meshlm.protocol.model import LayerNormSpec, ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.mlp import MLP
+from meshlm.workers.layers.elements import MLP, LayerNorm, Linear
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.norm import LayerNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.moe.parts import NOWHERE, Routing
@@ -193,8 +191,6 @@ class SparseMixerMoE(MoE):
 
 
 class PhiMoELayer(LayerNormLayer):
-    """Attention behind a norm, experts behind another."""
-
     def forward(
         self, x: PartialSum, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:

@@ -30,7 +30,7 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import RMSNorm
 from meshlm.workers.layers.ops import AttentionShape, Ops
 from meshlm.workers.layers.rope import apply_rope
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
@@ -67,7 +67,6 @@ class HunYuan(Decoder):
     classes = LayerClasses(attention=NormedBehindRotation)
 
     def _use_tables(self) -> None:
-        """Attention turns nothing more."""
         still = torch.ones_like(self.rope)
         still[:, still.shape[1] // 2 :] = 0
         for layer in self.layers:

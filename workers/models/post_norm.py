@@ -13,8 +13,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.mlp import MLP
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import MLP, RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum

@@ -15,8 +15,7 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.norm import RMSNorm
+from meshlm.workers.layers.elements import Linear, RMSNorm
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.hybrid import Convolution, Hybrid, HybridLayer, float_parameter

@@ -17,7 +17,7 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, LayerClasses
 from meshlm.workers.models.gemma import Gemma
@@ -29,8 +29,6 @@ LEAST_STEP = 1e-6  # of what is divided by
 
 
 class BlockDiagonal(nn.Module):
-    """A product of each head's channels alone."""
-
     def __init__(self, heads: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads, size, size), requires_grad=False)
@@ -46,7 +44,6 @@ class GatedRecurrence(Attention):
     """The module's recurrent block in the place of attention. `qkv` is the product behind the layer's norm."""
 
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
-        """Makes the products, the convolution and the gates."""
         state, heads = layer.state, spec.num_attention_heads
         assert state is not None
         self.qkv = Linear(spec.hidden_size, 2 * state.inner, bias=True)
@@ -58,7 +55,6 @@ class GatedRecurrence(Attention):
         self._rate = self._none = torch.empty(0)
 
     def prepare(self, ops: Ops) -> None:
-        """Computes each channel's rate, once the weights are loaded."""
         self._rate = (-SHARPNESS * F.softplus(self.decay))[:, None]
         self._none = torch.zeros_like(self.decay)
 
@@ -89,6 +85,5 @@ class RecurrentGemma(Gemma):
     classes = LayerClasses(HybridLayer, state=GatedRecurrence)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Rounds the scale of embeddings."""
         super().prepare(device, dtype)
         self._embedding_scale = float(torch.tensor(self.spec.hidden_size**0.5, dtype=torch.bfloat16))

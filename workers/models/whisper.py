@@ -27,8 +27,7 @@ from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.formats.format import ProductOps
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.linear import Linear
-from meshlm.workers.layers.norm import LayerNorm
+from meshlm.workers.layers.elements import LayerNorm, Linear
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
@@ -55,8 +54,6 @@ def filters(num_bins: int) -> Tensor:
 
 
 class LogMelSpectrogram:
-    """Its tables for one device."""
-
     def __init__(self, speech: AudioEncoderSpec, device: torch.device) -> None:
         self._speech = speech
         self._filters = filters(speech.num_mel_bins).to(device)
@@ -85,8 +82,6 @@ class UnpackedLinear(Linear):
 
 
 class QueryValueBias(nn.Module):
-    """Biases of queries and values."""
-
     def __init__(self, size: int) -> None:
         super().__init__()
         self.q, self.v = _parameter(size), _parameter(size)
@@ -97,8 +92,6 @@ class QueryValueBias(nn.Module):
 
 
 class WhisperAttention(LayerNormAttention):
-    """Self-attention of the decoder."""
-
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().make(spec, layer)
         self.biases = QueryValueBias(spec.hidden_size)
@@ -109,8 +102,6 @@ class WhisperAttention(LayerNormAttention):
 
 
 class CrossAttentionLayer(nn.Module):
-    """Cross-attention of the decoder to the encoder's states."""
-
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         hidden = spec.hidden_size
@@ -152,8 +143,6 @@ class WhisperLayer(LayerNormLayer):
 
 
 class _EncoderLayer(nn.Module):
-    """All states see one another."""
-
     def __init__(self, hidden: int, heads: int, wide: int, eps: float) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = (LayerNorm(hidden, eps, bias=True) for _ in range(2))
@@ -172,8 +161,6 @@ class _EncoderLayer(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
-    """It is on one worker whole."""
-
     def __init__(self, spec: ModelSpec, speech: AudioEncoderSpec) -> None:
         super().__init__()
         hidden, bins = spec.hidden_size, speech.num_mel_bins

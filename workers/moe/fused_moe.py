@@ -79,14 +79,12 @@ class FusedMoE:
         return self.dispatcher.combine_async(out, given, routing, self.left(given))
 
     def left(self, given: Dispatched) -> WeightAndReduce:
-        """What `compute` leaves to be done of these."""
         rows = given.x.shape[0]
         only_done = rows > self._chunk and WeightAndReduce.DONE in self.allowed  # parts of all chunks would lie apart
         num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
         return self.experts.left(rows, num_topk, (WeightAndReduce.DONE,) if only_done else self.allowed)
 
     def compute(self, given: Dispatched) -> Tensor:
-        """The experts' results, of which `left` is still to be done."""
         assert given.format is self.experts.format
         left, rows, hidden = self.left(given), given.x.shape[0], given.x.shape[-1]
         num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
@@ -110,7 +108,6 @@ class FusedMoE:
 
 
 def _rows(given: Dispatched, begin: int, end: int) -> Dispatched:
-    """Some of the rows of contiguous activations."""
     assert given.routing is not None
     scales = None if given.scales is None else given.scales[begin:end]
     routing = Routing(given.routing.experts[begin:end], given.routing.weights[begin:end])
@@ -118,7 +115,6 @@ def _rows(given: Dispatched, begin: int, end: int) -> Dispatched:
 
 
 def workspaces(shapes: tuple[WorkspaceShape, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Parts of one new buffer."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes]
     starts = [0]
     for size in sizes:

@@ -69,15 +69,12 @@ class ExpertExtras(NamedTuple):
     swiglu: tuple[float, float] | None  # alpha, limit; None: the layer's activation
 
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        """What goes into the down projection."""
         assert self.swiglu is not None
         alpha, limit = self.swiglu
         return clamped_swiglu(gate, up, alpha, limit)
 
 
 class Routing(NamedTuple):
-    """The routing of m tokens to k experts each."""
-
     experts: Tensor  # int32 [m, k], NOWHERE for padding
     weights: Tensor  # float32 [m, k]
 
@@ -99,8 +96,6 @@ class Dispatched(NamedTuple):
 
 
 class WorkspaceShape(NamedTuple):
-    """A buffer that experts need while they compute."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -138,8 +133,6 @@ class Dispatcher(Protocol):
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one layer's experts on one rank."""
-
     gate_up: GroupedWeight  # [local experts, 2 wide, hidden]; [.., wide, ..] where experts have no gate
     down: GroupedWeight  # [local experts, hidden, wide]
     act: str = "silu"

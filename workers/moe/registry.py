@@ -26,8 +26,6 @@ ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/ep
 
 
 class ExpertsKind(NamedTuple):
-    """One implementation."""
-
     format: ActivationFormat
     unsupported: Callable[[ExpertWeights], str | None]  # why it cannot compute these; None: it can
     make: Callable[[ExpertWeights], Experts]

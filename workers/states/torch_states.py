@@ -49,8 +49,6 @@ class StepStates(Protocol):
 
 
 class Segment(NamedTuple):
-    """Tokens of one prompt from one checkpoint to the next."""
-
     begin: int  # of the step's tokens
     end: int
     read: int  # page; -1: the sequence begins here

@@ -14,7 +14,7 @@ from meshlm.kernels.cpu import packed, self_test
 from meshlm.kernels.packed_gemm.ggml import LAYOUTS
 from meshlm.workers.formats.format import UNQUANTIZED, PackedGGUF, WeightedLayer
 from meshlm.workers.formats.packed import DecodedGGUF, GGUFFormat, Span
-from meshlm.workers.layers.linear import Linear, Matrix
+from meshlm.workers.layers.elements import Linear, Matrix
 from meshlm.workers.layers.moe import GroupedLinear
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.gguf_source import GGUFTensorSource

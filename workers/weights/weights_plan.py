@@ -15,7 +15,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.formats.packed import PackedFormat
 from meshlm.workers.kv_capacity import size_text
-from meshlm.workers.layers.linear import Linear, Matrix
+from meshlm.workers.layers.elements import Linear, Matrix
 from meshlm.workers.models.decoder import Decoder
 
 # A KV cache is useful with one in so many bytes of what a worker may take, and one request at its longest

@@ -19,7 +19,7 @@ from small_models import resolved
 
 from meshlm.kernels.packed_gemm.reference import PackedWeight, decode
 from meshlm.workers.formats.packed import GGUFFormat, PackedFormat
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.weights_plan import WeightsPlan
 

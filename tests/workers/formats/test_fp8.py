@@ -19,7 +19,7 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.formats.eight_bits import Fp8Format
 from meshlm.workers.formats.format import ProductOps, WeightedLayer
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.weights.load import load_model
 

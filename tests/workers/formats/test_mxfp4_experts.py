@@ -19,7 +19,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.moe.experts import self_test
-from meshlm.workers.moe.experts.epilogues import epilogues
+from meshlm.workers.moe.experts.triton import epilogues
 from meshlm.workers.weights import layer_formats
 from meshlm.workers.weights.layouts import MXFP4Source
 from meshlm.workers.weights.reload import reload_weights

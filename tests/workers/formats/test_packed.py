@@ -17,7 +17,7 @@ from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.workers.formats.format import UNQUANTIZED, ProductOps, WeightedLayer
 from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat, packed_linear
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.weights.scales import tensors_of
 from meshlm.workers.weights.sources import sources
 

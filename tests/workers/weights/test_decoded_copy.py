@@ -8,7 +8,7 @@ from packed_models import KINDS, write
 from small_models import resolved
 
 from meshlm.workers.formats.packed import PackedFormat
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.weights_plan import WeightsPlan, keep_values, pays
 

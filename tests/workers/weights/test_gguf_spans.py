@@ -13,7 +13,7 @@ from small_models import caches, load, run
 
 from meshlm.workers.formats.packed import DecodedGGUF, GGUFFormat, Span
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_parameters import keep_spans, merged
 from meshlm.workers.weights.load import weight_bytes

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshlm.workers.formats.format import ProductOps, Unquantized, WeightedLayer
 from meshlm.workers.formats.packed import GGUFFormat, PackedFormat
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.linear import Linear
+from meshlm.workers.layers.elements import Linear
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import load as loading
 from meshlm.workers.weights.gguf_parameters import keep_spans

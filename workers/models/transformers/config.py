@@ -72,7 +72,6 @@ def class_of(config: Any, source: TransformersSpec, folder: Path) -> Any:
 
 
 def _own_code(name: str, folder: Path, source: TransformersSpec) -> Any:
-    """A class of the code that comes with the model."""
     if not source.trust_remote_code:
         raise ModelFilesError(
             f"only code that comes with the model (auto_map {name}) knows it; --trust-remote-code runs that"
@@ -100,5 +99,4 @@ def _check_rope(settings: Any) -> None:
 
 
 def in_one_line(error: Exception) -> str:
-    """An exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

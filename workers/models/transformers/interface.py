@@ -125,7 +125,6 @@ class GivenStates(nn.Module):
 
 
 def give(model: Any) -> None:
-    """From here on the model is its head."""
     setattr(model, model.base_model_prefix, GivenStates())
 
 
@@ -137,7 +136,6 @@ def logits_of(model: Any, states: Tensor) -> Tensor:
 
 @contextmanager
 def given_states(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, the model is its head."""
     layers = model.base_model
     give(model)
     try:

@@ -58,7 +58,6 @@ def _model(resolved: Resolved, layout: Layout, shard: Shard, model: Any) -> Tran
 
 
 def _whole(made: Any, config: Any, resolved: Resolved, dtype: torch.dtype, seed: int) -> Any:
-    """The model on the CPU."""
     keywords = {"dtype": dtype, "attn_implementation": interface.SERVING}
     if resolved.load_format == "dummy":
         with torch.random.fork_rng(devices=()):

@@ -31,8 +31,6 @@ _HARMLESS = frozenset(("position_ids", "position_embeddings", "cache_position", 
 
 
 class Layout(NamedTuple):
-    """A model that was looked at."""
-
     spec: ModelSpec
     modules: tuple[str, ...]  # the names of the modules that attend, in the order of layers
     weight_bytes: int  # in bfloat16
@@ -195,13 +193,11 @@ def _dtype(source: TransformersSpec) -> str:
 
 
 def attending(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
-    """The modules of a layout in another instance of its model."""
     modules = dict(model.named_modules())
     return [modules[name] for name in names]
 
 
 def main() -> None:
-    """One request, one answer: the last line of the standard output."""
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     try:
         answer = Found(spec=look(request.source, Path(request.folder)).spec)

@@ -127,7 +127,6 @@ def _of_stage_before(model: "TransformersModel", ids: Tensor) -> Tensor | None:
 
 
 def _alone(model: "TransformersModel", ids: Tensor) -> Tensor:
-    """States of a whole prompt by transformers' own attention."""
     config = model.config
     config._attn_implementation = "eager"
     try:

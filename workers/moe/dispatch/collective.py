@@ -54,7 +54,6 @@ class Members(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The number of this worker's first own expert."""
         return self.firsts[self.group.rank]
 
     def padded(self, x: Tensor, value: float = 0.0) -> Tensor:
@@ -69,7 +68,6 @@ def packed(routing: Routing) -> Tensor:
 
 
 def unpacked(lines: Tensor) -> Routing:
-    """The opposite."""
     experts, weights = lines.chunk(2, dim=1)
     return Routing(experts.contiguous(), weights.contiguous().view(torch.float32))
 

@@ -9,7 +9,7 @@ from meshlm.kernels.packed_experts import kernel, layer
 from meshlm.kernels.packed_experts.kernel import Parts
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.packed_experts.plan import Plan, batched_shapes, kind_of, plan_for, warm_rows
-from meshlm.workers.moe.experts.epilogues import epilogues
+from meshlm.workers.moe.experts.triton import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
@@ -21,8 +21,6 @@ from meshlm.workers.moe.parts import (
 
 
 class _Packed:
-    """What both have in common."""
-
     quantisation = Quantisation.NONE
 
     def __init__(self, given: ExpertWeights) -> None:
@@ -52,7 +50,6 @@ class PackedExperts(_Packed):
         return Layer(self._num_experts, num_topk, self._hidden, self._wide)
 
     def plan(self, rows: int, num_topk: int) -> Plan:
-        """How it computes so many rows."""
         return plan_for(rows, self._layer(num_topk), self._kind, direct=self._direct)
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
@@ -92,8 +89,6 @@ class PackedExperts(_Packed):
 
 
 class PackedBatchedExperts(_Packed):
-    """The same for batched activations."""
-
     name = "packed, batched"
     format = ActivationFormat.BATCHED
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)

@@ -80,8 +80,6 @@ class ReferenceExperts:
 
 
 class ReferenceBatchedExperts(ReferenceExperts):
-    """The same for batched activations."""
-
     name = "reference, batched"
     format = ActivationFormat.BATCHED
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)

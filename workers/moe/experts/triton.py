@@ -1,4 +1,6 @@
-"""Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
+"""What stands behind the products of experts, as kernels take it.
+
+Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
 
 Weights of 8 bits are multiplied as they are: with activations of 8 bits too, or floats with activations that stay as they are.
 """
@@ -10,7 +12,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.grouped_gemm import kernel as many
 from meshlm.kernels.grouped_gemm.plan import Layer, Plan, batched_shapes, fp8_plan, leaves_parts, plan_for, warm_rows
 from meshlm.kernels.moe_align.kernel import align, most_tiles
-from meshlm.kernels.moe_epilogue.kernel import PLAIN
+from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
 from meshlm.kernels.moe_few import kernel as few
 from meshlm.kernels.moe_gemv import kernel as one
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
@@ -18,15 +20,32 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.quantise_int8.kernel import quantise as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.formats.format import GroupedWeight
-from meshlm.workers.moe.experts.epilogues import epilogues
 from meshlm.workers.moe.parts import (
     ActivationFormat,
     Dispatched,
+    ExpertExtras,
     ExpertWeights,
     Quantisation,
     WeightAndReduce,
     WorkspaceShape,
 )
+
+ALPHAS = {"silu": 0.0, "gelu_pytorch_tanh": GELU_ALPHA}
+"""Of the registry's ACTS."""
+
+
+def epilogues(extras: ExpertExtras | None, act: str = "silu", *, gated: bool = True) -> tuple[Epilogue, Epilogue]:
+    """What stands behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own;
+    without a gate UNGATED_ACT."""
+    if not gated:
+        assert extras is None
+        return Epilogue(gated=False), PLAIN
+    alpha, limit = ALPHAS.get(act, 0.0), 0.0
+    if extras is None:
+        return (Epilogue(alpha=alpha) if alpha else PLAIN), PLAIN
+    if extras.swiglu is not None:
+        alpha, limit = extras.swiglu
+    return Epilogue(extras.gate_up_bias, alpha, limit), Epilogue(extras.down_bias)
 
 
 def quantisation_of(weight: Fp8Weight | Int8Weight | None) -> Quantisation:
@@ -82,7 +101,6 @@ class _Weights:
         return _quantised(x, self._gate_up8)
 
     def quantised_inner(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same for the second product."""
         return _quantised(x, self._down8)
 
     def plan(self, rows: int, num_topk: int) -> Plan:
@@ -195,8 +213,6 @@ class TritonExperts:
 
 
 class TritonBatchedExperts:
-    """The same for batched activations."""
-
     name = "triton, batched"
     format = ActivationFormat.BATCHED
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)

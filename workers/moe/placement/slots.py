@@ -22,8 +22,6 @@ TURNS = 60  # 2, 3, 4, 5 and 6 replicas divide it
 
 
 class SlotOps(Protocol):
-    """The part of `Ops` that this needs."""
-
     def slots_of(self, experts: Tensor, table: Tensor, counts: Tensor, first: int) -> Tensor: ...
 
 
@@ -40,7 +38,6 @@ class Replicas:
         self._table = torch.full(shape, NOWHERE, dtype=torch.int32, device=counts.device)
 
     def place(self, slots: Sequence[int]) -> None:
-        """From now on these slots hold these experts."""
         held: list[list[int]] = [[] for _ in self._experts]
         for slot, expert in enumerate(slots):
             held[expert].append(slot)
@@ -50,7 +47,6 @@ class Replicas:
         self._table.copy_(torch.tensor(rows, dtype=torch.int32))
 
     def of(self, routing: Routing, ops: SlotOps) -> Routing:
-        """The same with slots for experts; counts them."""
         return routing._replace(experts=ops.slots_of(routing.experts, self._table, self._counts, self._rank))
 
 
@@ -67,7 +63,6 @@ class Moves(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Experts that it sends or gets."""
         return max(sum(map(len, self.sends)), sum(map(len, self.takes)), len(self.copies))
 
 
