@@ -16,19 +16,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layer_norms
 from meshlm.architectures.config_keys import check
 from meshlm.architectures.config_values import boolean, integer, number, pairs, shown, words
 from meshlm.architectures.family import GGUFMetadata, Layout, Weight
-from meshlm.architectures.layer_norms import (
-    BLOOM_LAYER,
-    FUSED,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    layer_norm_weights,
-    named,
-    renaming,
-)
 from meshlm.architectures.layers import with_attention
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -60,7 +51,7 @@ CONTEXT = 2048  # that all published models were made for, where the file does n
 
 
 def _bloom_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    config = named({"seq_length": CONTEXT, **config}, _BLOOM_NAMES)
+    config = layer_norms.named({"seq_length": CONTEXT, **config}, _BLOOM_NAMES)
     if config.get("hidden_size") is None:
         config["hidden_size"] = config["n_embed"]
     made = {
@@ -69,19 +60,21 @@ def _bloom_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         "attention_bias": True,
         "mlp_bias": True,
     }
-    spec = layer_norm_spec({**config, **made}, architecture, _ORDER, eps="layer_norm_epsilon", grouped=False)
+    spec = layer_norms.layer_norm_spec(
+        {**config, **made}, architecture, _ORDER, eps="layer_norm_epsilon", grouped=False
+    )
     return with_attention(replace(spec, alibi_slopes=slopes(spec.num_attention_heads)), rotates=False)
 
 
 def _bloom_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    spec = layer_norm_gguf(metadata, architecture, _ORDER)
+    spec = layer_norms.layer_norm_gguf(metadata, architecture, _ORDER)
     return with_attention(replace(spec, alibi_slopes=slopes(spec.num_attention_heads)), rotates=False)
 
 
 _BLOOM_OUTSIDE = pairs("""
     word_embeddings=model.embed_tokens word_embeddings_layernorm=model.embed_norm ln_f=model.norm
 """)
-BLOOM = FUSED._replace(
+BLOOM = layer_norms.FUSED._replace(
     architecture="BloomForCausalLM",
     model_type="bloom",
     spec=_bloom_spec,
@@ -91,8 +84,8 @@ BLOOM = FUSED._replace(
     """),
     defaults={"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
-    rename=renaming(r"h\.", _BLOOM_OUTSIDE, BLOOM_LAYER, "transformer."),
-    gguf=layer_norm_form("bloom", _bloom_gguf),
+    rename=layer_norms.renaming(r"h\.", _BLOOM_OUTSIDE, layer_norms.BLOOM_LAYER, "transformer."),
+    gguf=layer_norms.layer_norm_form("bloom", _bloom_gguf),
 )
 
 
@@ -128,14 +121,16 @@ def _mpt_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"no_bias false is not supported for {architecture}")
     if config.get("logit_scale") is not None:
         raise ValueError(f"logit_scale {shown(config['logit_scale'])} is not supported for {architecture}")
-    config = named(config, _MPT_NAMES)
+    config = layer_norms.named(config, _MPT_NAMES)
     hidden = integer(config, "hidden_size")
     made = {
         "intermediate_size": integer(config, "expansion_ratio") * hidden,
         "hidden_act": "gelu",
         "attention_bias": boolean(config, "bias"),
     }
-    spec = layer_norm_spec({**config, **made}, architecture, LayerNormSpec(), eps="layer_norm_epsilon", grouped=False)
+    spec = layer_norms.layer_norm_spec(
+        {**config, **made}, architecture, LayerNormSpec(), eps="layer_norm_epsilon", grouped=False
+    )
     scale = number(attention.get("softmax_scale") or 0.0, "attn_config.softmax_scale")
     most = number(attention.get("alibi_bias_max", 8), "attn_config.alibi_bias_max")
     found = replace(
@@ -149,7 +144,7 @@ def _mpt_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _mpt_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    spec = layer_norm_gguf(metadata, architecture, LayerNormSpec(), "gelu")
+    spec = layer_norms.layer_norm_gguf(metadata, architecture, LayerNormSpec(), "gelu")
     found = replace(
         spec,
         clip_qkv=float(metadata.get("attention.clamp_kqv", 0.0)),
@@ -159,7 +154,7 @@ def _mpt_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 _MPT_OUTSIDE = {"wte": "model.embed_tokens", "norm_f": "model.norm"}
-DENSE = FUSED._replace(
+DENSE = layer_norms.FUSED._replace(
     architecture="MptForCausalLM",
     model_type="mpt",
     spec=_mpt_spec,
@@ -170,7 +165,7 @@ DENSE = FUSED._replace(
     """),
     defaults={"max_seq_len": 2048, "attn_config": {"alibi": True}}
     | {"expansion_ratio": 4, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
-    rename=renaming(
+    rename=layer_norms.renaming(
         r"blocks\.",
         _MPT_OUTSIDE,
         pairs("""
@@ -179,7 +174,7 @@ DENSE = FUSED._replace(
         """),
         "transformer.",
     ),
-    gguf=layer_norm_form("mpt", _mpt_gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),
+    gguf=layer_norms.layer_norm_form("mpt", _mpt_gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),
 )
 _MPT_FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM", gguf=None))
 
@@ -188,7 +183,7 @@ _FALCON_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"
 
 
 def _falcon_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    config = {key: value for key, value in named(config, _FALCON_NAMES).items() if value is not None}
+    config = {key: value for key, value in layer_norms.named(config, _FALCON_NAMES).items() if value is not None}
     newer, parallel = boolean(config, "new_decoder_architecture"), config.get("parallel_attn") is not False
     heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
     if newer and not parallel:
@@ -207,7 +202,9 @@ def _falcon_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         "mlp_bias": bias,
     }
     order = LayerNormSpec(parallel=norms if parallel else 0)
-    spec = layer_norm_spec({**config, **made}, architecture, order, eps="layer_norm_epsilon", act="activation")
+    spec = layer_norms.layer_norm_spec(
+        {**config, **made}, architecture, order, eps="layer_norm_epsilon", act="activation"
+    )
     if not boolean(config, "alibi"):
         return spec
     return with_attention(replace(spec, alibi_slopes=slopes(heads, scale=spec.head_dim**-0.5)), rotates=False)
@@ -215,14 +212,14 @@ def _falcon_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _falcon_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     norms = 2 if "blk.0.attn_norm_2.weight" in metadata.shapes else 1
-    return layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=norms), "gelu")
+    return layer_norms.layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=norms), "gelu")
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     """llama.cpp calls the MLP's norm attn_norm, and the other attn_norm_2, where there are two beside one another."""
     order = spec.layer_norms
     beside = order is not None and order.parallel == 2
-    for weight in layer_norm_weights(spec):
+    for weight in layer_norms.layer_norm_weights(spec):
         if beside and ".attn_norm." in weight.gguf:
             weight = weight._replace(gguf=weight.gguf.replace(".attn_norm.", ".attn_norm_2."))
         elif beside and ".ffn_norm." in weight.gguf:
@@ -231,7 +228,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
 
 
 _FALCON_OUTSIDE = {"word_embeddings": "model.embed_tokens", "ln_f": "model.norm"}
-FALCON = FUSED._replace(
+FALCON = layer_norms.FUSED._replace(
     architecture="FalconForCausalLM",
     model_type="falcon",
     spec=_falcon_spec,
@@ -243,13 +240,13 @@ FALCON = FUSED._replace(
     defaults={"max_position_embeddings": 2048}
     | {"layer_norm_epsilon": 1e-5, "activation": "gelu", "tie_word_embeddings": True},
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
-    rename=renaming(
+    rename=layer_norms.renaming(
         r"h\.",
         _FALCON_OUTSIDE,
-        {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm", **BLOOM_LAYER},
+        {"ln_attn": "input_layernorm", "ln_mlp": "post_attention_layernorm", **layer_norms.BLOOM_LAYER},
         "transformer.",
     ),
-    gguf=layer_norm_form("falcon", _falcon_gguf),
+    gguf=layer_norms.layer_norm_form("falcon", _falcon_gguf),
 )
 
 

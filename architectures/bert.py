@@ -1,7 +1,5 @@
 """BERT (Devlin et al. 2019), and what RoBERTa and XLM-R share with it: learned positions, and layer norms behind the sums.
-
 RoBERTa (Liu et al. 2019) and XLM-R (Conneau et al. 2020): BERT whose positions begin behind that of padding.
-
 ModernBERT (Warner et al. 2024): rotated positions, gated MLPs, and layers most of which see a window on both sides.
 """
 
@@ -11,19 +9,11 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from meshlm.architectures import sequence
 from meshlm.architectures.config_values import boolean, integer, number, shown
 from meshlm.architectures.dense import dense_gguf
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Serves, Weight
 from meshlm.architectures.layers import with_attention
-from meshlm.architectures.sequence import (
-    KEYS,
-    classifier,
-    encoder_activation,
-    encoder_spec,
-    head_weights,
-    layer_norm_eps,
-    norm_weights,
-)
 from meshlm.protocol.model import HeadSpec, ModelSpec, RopeSpec
 
 UNREAD = r"pooler\..*|cls\..*|lm_head\..*|.*position_ids|.*token_type_ids|qa_outputs\..*"
@@ -43,14 +33,14 @@ def bert_spec(
     offset = integer(config, "pad_token_id", 1) + 1 if padded else 0
     if (kind := config.get("position_embedding_type") or "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {shown(kind)} is not supported; supported: absolute")
-    return encoder_spec(
+    return sequence.encoder_spec(
         config,
         architecture,
         max_position_embeddings=integer(config, "max_position_embeddings") - offset,
         position_offset=offset,
         type_vocab_size=integer(config, "type_vocab_size", 2),
-        rms_norm_eps=layer_norm_eps(config, "layer_norm_eps", 1e-12),
-        hidden_act=encoder_activation(config, "hidden_act"),
+        rms_norm_eps=sequence.layer_norm_eps(config, "layer_norm_eps", 1e-12),
+        hidden_act=sequence.encoder_activation(config, "hidden_act"),
         attention_bias=True,
         output_bias=True,
         mlp_bias=True,
@@ -71,7 +61,7 @@ def bert_weights(spec: ModelSpec, head: tuple[str, ...] = POOLER_AND_CLASSIFIER)
     ):
         table = f"{name}_embeddings.weight"
         yield Weight(f"embeddings.{table}", f"{gguf}.weight", table, (rows, hidden))
-    yield from norm_weights(spec, "embeddings.LayerNorm", "embedding_norm", "token_embd_norm")
+    yield from sequence.norm_weights(spec, "embeddings.LayerNorm", "embedding_norm", "token_embd_norm")
     for layer in range(spec.num_hidden_layers):
         stem, block = f"encoder.layer.{layer}", f"blk.{layer}"
         for name, gguf, parameter, shape in (
@@ -88,9 +78,9 @@ def bert_weights(spec: ModelSpec, head: tuple[str, ...] = POOLER_AND_CLASSIFIER)
             ("attention.output.LayerNorm", "attn_output_norm", "attention_norm"),
             ("output.LayerNorm", "layer_output_norm", "mlp_norm"),
         ):
-            for weight in norm_weights(spec, f"{stem}.{name}", parameter, f"{block}.{gguf}"):
+            for weight in sequence.norm_weights(spec, f"{stem}.{name}", parameter, f"{block}.{gguf}"):
                 yield weight._replace(layer=layer)
-    yield from head_weights(spec, head[-len(spec.head.bias) :] if spec.head is not None else ())
+    yield from sequence.head_weights(spec, head[-len(spec.head.bias) :] if spec.head is not None else ())
 
 
 _TOKENIZERS = ("bert", "t5")  # of .gguf files: BERT's, XLM-R's
@@ -135,11 +125,11 @@ def renamed(name: str) -> str:
 
 def of_sequences(config: dict[str, Any]) -> HeadSpec:
     """The pooler, a product and tanh, and the classifier behind it."""
-    return classifier(config, layers=2, bias=(True, True), act="tanh")
+    return sequence.classifier(config, layers=2, bias=(True, True), act="tanh")
 
 
 def of_tokens(config: dict[str, Any]) -> HeadSpec:
-    return classifier(config, bias=(True,))
+    return sequence.classifier(config, bias=(True,))
 
 
 BERT = Family(
@@ -148,7 +138,7 @@ BERT = Family(
     serves=Serves.VECTORS,
     spec=bert_spec,
     weights=bert_weights,
-    keys=KEYS,
+    keys=sequence.KEYS,
     compiles=False,
     gguf=GGUFFamily("bert", _gguf, frozenset(("attention.causal", "attention.layer_norm_epsilon"))),
     model="meshlm.workers.models.bert:Bert",
@@ -180,7 +170,7 @@ def _splade_weights(spec: ModelSpec) -> Iterator[Weight]:
     yield from bert_weights(spec)
     yield Weight(f"{head}.transform.dense.weight", "", "masked.transform.weight", (hidden, hidden))
     yield Weight(f"{head}.transform.dense.bias", "", "masked.transform.bias", (hidden,))
-    yield from norm_weights(spec, f"{head}.transform.LayerNorm", "masked.norm")
+    yield from sequence.norm_weights(spec, f"{head}.transform.LayerNorm", "masked.norm")
     yield Weight(f"{head}.bias", "", "masked.bias", (spec.vocab_size,))
 
 
@@ -197,7 +187,7 @@ _BERT_FAMILIES = (
         architecture="HF_ColBERT",
         spec=_colbert_spec,
         weights=_colbert_weights,
-        keys=KEYS | {"colbert_dim", "dim", "projection_dim"},
+        keys=sequence.KEYS | {"colbert_dim", "dim", "projection_dim"},
     ),
     BERT,
     OTHER._replace(architecture="BertForMaskedLM"),
@@ -283,11 +273,11 @@ def _modernbert_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
     overall, local = _thetas(config)
-    spec = encoder_spec(
+    spec = sequence.encoder_spec(
         config,
         architecture,
-        rms_norm_eps=layer_norm_eps(config, "norm_eps", 1e-5),
-        hidden_act=encoder_activation(config, "hidden_activation"),
+        rms_norm_eps=sequence.layer_norm_eps(config, "norm_eps", 1e-5),
+        hidden_act=sequence.encoder_activation(config, "hidden_activation"),
         attention_bias=boolean(config, "attention_bias"),
         output_bias=boolean(config, "attention_bias"),
         mlp_bias=boolean(config, "mlp_bias"),
@@ -306,16 +296,17 @@ def _modernbert_sequence_spec(config: dict[str, Any], architecture: str) -> Mode
     """A product, its function and a norm before the classifier."""
     if (kind := config.get("classifier_pooling")) not in (None, "cls", "mean"):
         raise ValueError(f"classifier_pooling {shown(kind)} is not supported; supported: cls, mean")
-    act, bias = encoder_activation(config, "classifier_activation"), boolean(config, "classifier_bias")
+    act, bias = sequence.encoder_activation(config, "classifier_activation"), boolean(config, "classifier_bias")
     return replace(
-        _modernbert_spec(config, architecture), head=classifier(config, layers=2, bias=(bias, True), act=act, norm=True)
+        _modernbert_spec(config, architecture),
+        head=sequence.classifier(config, layers=2, bias=(bias, True), act=act, norm=True),
     )
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     hidden, wide = spec.hidden_size, spec.intermediate_size
     yield Weight("embeddings.tok_embeddings.weight", "", "word_embeddings.weight", (spec.vocab_size, hidden))
-    yield from norm_weights(spec, "embeddings.norm", "embedding_norm")
+    yield from sequence.norm_weights(spec, "embeddings.norm", "embedding_norm")
     for layer in range(spec.num_hidden_layers):
         for name, parameter, shape, bias in (
             ("attn.Wqkv", "qkv", (3 * hidden, hidden), spec.attention_bias),
@@ -327,10 +318,10 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
             if bias:
                 yield Weight(f"layers.{layer}.{name}.bias", "", f"{parameter}.bias", shape[:1], layer=layer)
         for name in ("attn_norm", "mlp_norm") if layer else ("mlp_norm",):  # the embeddings are normed already
-            for weight in norm_weights(spec, f"layers.{layer}.{name}", name.replace("attn", "attention")):
+            for weight in sequence.norm_weights(spec, f"layers.{layer}.{name}", name.replace("attn", "attention")):
                 yield weight._replace(layer=layer)
-    yield from norm_weights(spec, "final_norm", "final_norm")
-    yield from head_weights(spec, ("head.dense", "classifier"), "head.norm")
+    yield from sequence.norm_weights(spec, "final_norm", "final_norm")
+    yield from sequence.head_weights(spec, ("head.dense", "classifier"), "head.norm")
 
 
 def _renamed(name: str) -> str:
@@ -343,7 +334,7 @@ MODERNBERT = Family(
     serves=Serves.VECTORS,
     spec=_modernbert_spec,
     weights=_weights,
-    keys=KEYS | _OWN,
+    keys=sequence.KEYS | _OWN,
     compiles=False,
     model="meshlm.workers.models.bert:ModernBert",
     rename=_renamed,

@@ -1,7 +1,4 @@
-"""Values of a config.json, each of the type that its key must have. ValueError says what it is instead.
-
-Reads single keys of a `quantization_config`; ValueError names the key that is not honoured.
-"""
+"""Values of a config.json and of its `quantization_config`, each of the type that its key must have. ValueError names the key."""
 
 import math
 import re

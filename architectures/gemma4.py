@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import weights
 from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, layer_types
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
@@ -25,14 +26,6 @@ from meshlm.architectures.layers import (
     with_shared_caches,
 )
 from meshlm.architectures.rope import ropes_by_kind
-from meshlm.architectures.weights import (
-    ExpertNames,
-    attention_weights,
-    decoder_weights,
-    expert_weights,
-    mlp_weights,
-    norm_weights,
-)
 from meshlm.protocol.layers import LayerSpec, MoESpec
 from meshlm.protocol.model import ModelSpec, PerLayerInputSpec, RopeSpec
 
@@ -147,7 +140,7 @@ _ROPES = {
     _SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
 _GLOBAL_HEAD_DIM = 512
-_NAMES = ExpertNames(router="router.proj", expert="experts.{}")
+_NAMES = weights.ExpertNames(router="router.proj", expert="experts.{}")
 _SCALED = "router.scale"
 _BESIDE_NORMS = (
     ("pre_feedforward_layernorm_2", "pre_ffw_norm_2", "moe_norm"),
@@ -236,24 +229,24 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         assert layer.attention is not None
         lacks = "kv" if layer.cache_of is not None else "v" if layer.attention.keys_are_values else ""
-        for weight in (*attention_weights(spec, layer), *norm_weights(spec, layer, SANDWICH_NORMS)):
+        for weight in (*weights.attention_weights(spec, layer), *weights.norm_weights(spec, layer, SANDWICH_NORMS)):
             if not any(weight.name.startswith(f"self_attn.{name}_") for name in lacks):
                 yield weight
-        yield from mlp_weights(spec, layer.intermediate_size)
+        yield from weights.mlp_weights(spec, layer.intermediate_size)
         yield Weight("layer_scalar", "layer_output_scale.weight", "scalar", (1,))
         if inputs is not None:
             yield from per_layer_weights(inputs.hidden_size_per_layer_input, hidden)
         if layer.experts is not None:
             yield from _beside(spec, layer.experts)
 
-    yield from decoder_weights(spec, in_layer)
+    yield from weights.decoder_weights(spec, in_layer)
     if inputs is not None:
         yield from per_layer_tables(inputs, spec.num_hidden_layers, hidden)
 
 
 def _beside(spec: ModelSpec, moe: MoESpec) -> Iterator[Weight]:
     hidden = spec.hidden_size
-    for weight in expert_weights(spec, moe, _NAMES):
+    for weight in weights.expert_weights(spec, moe, _NAMES):
         yield weight._replace(parameter=weight.parameter.replace("mlp.", "moe.", 1))
     for name, gguf, parameter in _BESIDE_NORMS:
         yield Weight(f"{name}.weight", f"{gguf}.weight", f"{parameter}.weight", (hidden,))

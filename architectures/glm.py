@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import weights
 from meshlm.architectures.config_values import boolean, integer, only_these, refuse_quantised, shown, words
 from meshlm.architectures.deepseek import DEEPSEEK_NAMES, GGUF_EXPERT_KEYS, with_gguf_experts, with_routed_experts
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, partly_rotated
@@ -30,15 +31,6 @@ from meshlm.architectures.layers import moe_spec, with_attention, with_experts
 from meshlm.architectures.mistral import MIXTRAL_NAMES
 from meshlm.architectures.olmo import olmo_attention
 from meshlm.architectures.qwen import windows
-from meshlm.architectures.weights import (
-    GGUF_GATE_UP,
-    POST_ATTENTION_NORMS,
-    PRE_NORMS,
-    Norms,
-    fused_gate_up,
-    rotating_neighbours,
-    transformer_weights,
-)
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 
@@ -55,8 +47,8 @@ def glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return replace(full_spec({**config, "mlp_bias": False}, architecture), output_bias=False)
 
 
-def glm_weights(spec: ModelSpec, norms: Norms = PRE_NORMS) -> Iterator[Weight]:
-    return rotating_neighbours(spec, fused_gate_up(transformer_weights(spec, norms)))
+def glm_weights(spec: ModelSpec, norms: weights.Norms = weights.PRE_NORMS) -> Iterator[Weight]:
+    return weights.rotating_neighbours(spec, weights.fused_gate_up(weights.transformer_weights(spec, norms)))
 
 
 def glm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -73,11 +65,11 @@ GLM = Family(
     weights=glm_weights,
     packed=PACKED,
     defaults=DEFAULTS,
-    gguf=GGUFFamily("chatglm", glm_gguf, packed=GGUF_GATE_UP),
+    gguf=GGUFFamily("chatglm", glm_gguf, packed=weights.GGUF_GATE_UP),
 )
 
 
-_NORMS: Norms = (
+_NORMS: weights.Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_self_attn_layernorm", "post_attention_norm", "attention_out_norm"),
     ("post_attention_layernorm", "ffn_norm", "post_norm"),
@@ -92,7 +84,7 @@ GLM4 = Family(
     weights=partial(glm_weights, norms=_NORMS),
     packed=PACKED,
     defaults=DEFAULTS,
-    gguf=GGUFFamily("glm4", glm_gguf, packed=GGUF_GATE_UP),
+    gguf=GGUFFamily("glm4", glm_gguf, packed=weights.GGUF_GATE_UP),
     compiles=False,
     model="meshlm.workers.models.gemma:Sandwich",
 )
@@ -139,7 +131,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     model_type="glm4_moe",
     spec=_glm4_moe_spec,
-    weights=partial(transformer_weights, norms=POST_ATTENTION_NORMS, experts=DEEPSEEK_NAMES),
+    weights=partial(weights.transformer_weights, norms=weights.POST_ATTENTION_NORMS, experts=DEEPSEEK_NAMES),
     keys=KEYS | set(DRAFTS),
     defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "partial_rotary_factor": 0.5}
     | {"rms_norm_eps": 1e-5}
@@ -163,7 +155,7 @@ DOTS1 = Family(
     architecture="Dots1ForCausalLM",
     model_type="dots1",
     spec=_dots1_spec,
-    weights=partial(transformer_weights, experts=DEEPSEEK_NAMES),
+    weights=partial(weights.transformer_weights, experts=DEEPSEEK_NAMES),
     keys=(KEYS - {"use_qk_norm"}) | words("moe_layer_freq scoring_func topk_method"),
     defaults={"num_key_value_heads": 32, "max_position_embeddings": 2048, "sliding_window": 4096}
     | {"max_window_layers": 62},
@@ -212,7 +204,7 @@ MINIMAX_M2 = Family(
     architecture="MiniMaxM2ForCausalLM",
     model_type="minimax_m2",
     spec=_minimax_m2_spec,
-    weights=partial(transformer_weights, attention=olmo_attention, experts=MIXTRAL_NAMES),
+    weights=partial(weights.transformer_weights, attention=olmo_attention, experts=MIXTRAL_NAMES),
     keys=frozenset(_WANTED)
     | words("""
         attn_type_list rotary_dim num_local_experts num_experts_per_tok router_jitter_noise use_mtp num_mtp_modules

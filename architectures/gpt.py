@@ -1,15 +1,9 @@
 """GPT-2 (Radford et al. 2019): learned positions, and matrices that files hold with a row for each input.
-
 GPT-NeoX and Pythia (Black et al. 2022): attention and MLP beside one another behind a norm each; a part of each head is turned.
-
 GPT-J (Wang and Komatsuzaki 2021): attention and MLP beside one another behind one norm, a part of each head turned.
-
 OPT (Zhang et al. 2022): learned positions, of which the first token has the third.
-
 OPT-350m has norms behind the sums, and projects its embeddings.
-
 StableLM (Bellagente et al. 2024): layer norms around Llama's attention and MLP, a part of each head is turned.
-
 StarCoder2 (Lozhkov et al. 2024): layer norms, biases and an MLP without a gate; all layers may slide.
 """
 
@@ -17,20 +11,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layer_norms
 from meshlm.architectures.config_values import boolean, integer, pairs, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, one_window, partial_factor
 from meshlm.architectures.family import GGUFMetadata, Layout
-from meshlm.architectures.layer_norms import (
-    FUSED,
-    GGUF_EPS,
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    layer_norm_weights,
-    named,
-    renaming,
-)
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.weights import rotating_neighbours
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
@@ -42,11 +26,11 @@ _GPT2_ORDER = LayerNormSpec(learned_positions=True)
 
 
 def _gpt2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    config = named(config, _NAMES)
+    config = layer_norms.named(config, _NAMES)
     config["intermediate_size"] = config.get("n_inner") or 4 * integer(config, "hidden_size")
     biased = {**config, "attention_bias": True, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}
-    return layer_norm_spec(biased, architecture, _GPT2_ORDER, **keys, grouped=False)
+    return layer_norms.layer_norm_spec(biased, architecture, _GPT2_ORDER, **keys, grouped=False)
 
 
 _GPT2_OUTSIDE = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm"}
@@ -54,7 +38,7 @@ _INSIDE = pairs("""
     ln_1=input_layernorm ln_2=post_attention_layernorm attn.c_attn=self_attn.qkv_proj attn.c_proj=self_attn.o_proj
     mlp.c_fc=mlp.up_proj mlp.c_proj=mlp.down_proj
 """)
-GPT2 = FUSED._replace(
+GPT2 = layer_norms.FUSED._replace(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     spec=_gpt2_spec,
@@ -66,9 +50,9 @@ GPT2 = FUSED._replace(
     | {"n_embd": 768, "n_layer": 12, "vocab_size": 50257, "activation_function": "gelu_new"}
     | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
     layouts=dict.fromkeys((stem for stem in _INSIDE.values() if stem.endswith("proj")), Layout.TRANSPOSED),
-    rename=renaming(r"h\.", _GPT2_OUTSIDE, _INSIDE, "transformer."),
+    rename=layer_norms.renaming(r"h\.", _GPT2_OUTSIDE, _INSIDE, "transformer."),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
-    gguf=layer_norm_form("gpt2", _GPT2_ORDER),
+    gguf=layer_norms.layer_norm_form("gpt2", _GPT2_ORDER),
 )
 
 
@@ -77,15 +61,15 @@ def _gpt_neox_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     rotary = {"partial_rotary_factor": config["rotary_pct"], "rope_theta": config["rotary_emb_base"]}
     given = {key: value for key, value in config.items() if value is not None}
     biased = {**rotary, **given, "mlp_bias": True}
-    return layer_norm_spec(biased, architecture, order, eps="layer_norm_eps", grouped=False)
+    return layer_norms.layer_norm_spec(biased, architecture, order, eps="layer_norm_eps", grouped=False)
 
 
 def _gpt_neox_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     parallel = bool(metadata.get("use_parallel_residual", True))
-    return layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=2 if parallel else 0), "gelu")
+    return layer_norms.layer_norm_gguf(metadata, architecture, LayerNormSpec(parallel=2 if parallel else 0), "gelu")
 
 
-GPT_NEOX = FUSED._replace(
+GPT_NEOX = layer_norms.FUSED._replace(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     spec=_gpt_neox_spec,
@@ -93,7 +77,7 @@ GPT_NEOX = FUSED._replace(
     defaults={"rotary_pct": 0.25, "rotary_emb_base": 10000.0, "attention_bias": True, "max_position_embeddings": 2048}
     | {"use_parallel_residual": True, "layer_norm_eps": 1e-5, "hidden_act": "gelu"},
     layouts={"self_attn.qkv_proj": Layout.BY_GROUP},
-    rename=renaming(
+    rename=layer_norms.renaming(
         r"(?:gpt_neox\.)?layers\.",
         pairs("""
             gpt_neox.embed_in=model.embed_tokens gpt_neox.final_layer_norm=model.norm embed_in=model.embed_tokens
@@ -105,7 +89,7 @@ GPT_NEOX = FUSED._replace(
         """),
     ),
     unread=r"model\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.layers\.\d+\.attention\.rotary_emb.*",
-    gguf=layer_norm_form("gptneox", _gpt_neox_gguf, "use_parallel_residual"),
+    gguf=layer_norms.layer_norm_form("gptneox", _gpt_neox_gguf, "use_parallel_residual"),
 )
 
 
@@ -114,11 +98,11 @@ _GPTJ_ORDER = LayerNormSpec(parallel=1, head_bias=True)
 
 def _gptj_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     refuse_quantised(config, architecture, "heads rotate neighbours")
-    config = named(config, _NAMES)
+    config = layer_norms.named(config, _NAMES)
     wide = config.get("n_inner") or 4 * integer(config, "hidden_size")
     made = {**config, "intermediate_size": wide, "attention_bias": False, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}
-    spec = layer_norm_spec(made, architecture, _GPTJ_ORDER, **keys, grouped=False)
+    spec = layer_norms.layer_norm_spec(made, architecture, _GPTJ_ORDER, **keys, grouped=False)
     rotary = integer(config, "rotary_dim", spec.head_dim)
     if not 0 < rotary <= spec.head_dim:
         raise ValueError(f"rotary_dim is {rotary}; heads have {spec.head_dim} numbers")
@@ -126,17 +110,17 @@ def _gptj_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 _GPTJ_OUTSIDE = {"wte": "model.embed_tokens", "ln_f": "model.norm"}
-GPTJ = LAYER_NORMS._replace(
+GPTJ = layer_norms.LAYER_NORMS._replace(
     architecture="GPTJForCausalLM",
     model_type="gptj",
     spec=_gptj_spec,
-    weights=lambda spec: rotating_neighbours(spec, layer_norm_weights(spec)),
+    weights=lambda spec: rotating_neighbours(spec, layer_norms.layer_norm_weights(spec)),
     keys=words("""
         n_embd n_layer n_head n_positions n_ctx n_inner rotary rotary_dim activation_function layer_norm_epsilon
         summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     """),
     defaults={"n_positions": 2048, "rotary_dim": 64, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
-    rename=renaming(
+    rename=layer_norms.renaming(
         r"h\.",
         _GPTJ_OUTSIDE,
         pairs("""
@@ -168,7 +152,7 @@ def _opt_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     )
     wide = {"intermediate_size": integer(config, "ffn_dim"), "attention_bias": True, "mlp_bias": True}
     biased, keys = {**config, **wide, "layer_norm_eps": 1e-5}, {"eps": "layer_norm_eps", "act": "activation_function"}
-    spec = layer_norm_spec(biased, architecture, order, **keys, grouped=False)
+    spec = layer_norms.layer_norm_spec(biased, architecture, order, **keys, grouped=False)
     return replace(spec, position_offset=_OFFSET)
 
 
@@ -176,7 +160,7 @@ _OPT_OUTSIDE = pairs("""
     embed_tokens=model.embed_tokens embed_positions=model.embed_positions final_layer_norm=model.norm
     project_in=model.project_in project_out=model.project_out
 """)
-OPT = LAYER_NORMS._replace(
+OPT = layer_norms.LAYER_NORMS._replace(
     architecture="OPTForCausalLM",
     model_type="opt",
     spec=_opt_spec,
@@ -186,7 +170,7 @@ OPT = LAYER_NORMS._replace(
     """),
     defaults={"max_position_embeddings": 2048}
     | {"ffn_dim": 3072, "activation_function": "relu", "tie_word_embeddings": True},
-    rename=renaming(
+    rename=layer_norms.renaming(
         r"(?:model\.)?decoder\.layers\.",
         {f"{prefix}decoder.{stem}": ours for stem, ours in _OPT_OUTSIDE.items() for prefix in ("model.", "")},
         pairs("""
@@ -200,22 +184,22 @@ OPT = LAYER_NORMS._replace(
 def _stablelm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     order = LayerNormSpec(gated=True, parallel=1 if boolean(config, "use_parallel_residual") else 0)
     biased = {**config, "attention_bias": boolean(config, "use_qkv_bias"), "mlp_bias": False}
-    return replace(layer_norm_spec(biased, architecture, order, eps="layer_norm_eps"), output_bias=False)
+    return replace(layer_norms.layer_norm_spec(biased, architecture, order, eps="layer_norm_eps"), output_bias=False)
 
 
 def _stablelm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     order = LayerNormSpec(gated=True, parallel=0 if "blk.0.ffn_norm.weight" in metadata.shapes else 1)
-    return layer_norm_gguf(metadata, architecture, order, "silu")
+    return layer_norms.layer_norm_gguf(metadata, architecture, order, "silu")
 
 
-STABLELM = LAYER_NORMS._replace(
+STABLELM = layer_norms.LAYER_NORMS._replace(
     architecture="StableLmForCausalLM",
     model_type="stablelm",
     spec=_stablelm_spec,
     keys=words("layer_norm_eps use_qkv_bias use_parallel_residual"),
     defaults={"partial_rotary_factor": 0.25, "num_key_value_heads": 32, "max_position_embeddings": 4096}
     | {"layer_norm_eps": 1e-5, "hidden_act": "silu"},
-    gguf=layer_norm_form("stablelm", _stablelm_gguf, "use_parallel_residual"),
+    gguf=layer_norms.layer_norm_form("stablelm", _stablelm_gguf, "use_parallel_residual"),
 )
 
 
@@ -231,13 +215,13 @@ def _starcoder2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"activation_function {both} differ")
     bias = boolean(config, "use_bias")
     given = {**config, "attention_bias": bias, "mlp_bias": bias}
-    spec = layer_norm_spec(given, architecture, _ORDER, eps="norm_epsilon")
+    spec = layer_norms.layer_norm_spec(given, architecture, _ORDER, eps="norm_epsilon")
     return with_attention(spec, sliding_window=one_window(config, spec, slides=True))
 
 
 def _starcoder2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return replace(
-        dense_gguf(metadata, architecture, GGUF_EPS),
+        dense_gguf(metadata, architecture, layer_norms.GGUF_EPS),
         hidden_act="gelu_pytorch_tanh",
         mlp_bias="blk.0.ffn_up.bias" in metadata.shapes,
         norm_bias=True,
@@ -245,15 +229,15 @@ def _starcoder2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     )
 
 
-STARCODER2 = LAYER_NORMS._replace(
+STARCODER2 = layer_norms.LAYER_NORMS._replace(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
     spec=_starcoder2_spec,
     keys=words("use_bias norm_epsilon norm_type mlp_type activation_function"),
     defaults={"num_key_value_heads": 2, "max_position_embeddings": 4096}
     | {"use_bias": True, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
-    rename=renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
-    gguf=layer_norm_form("starcoder2", _starcoder2_gguf),
+    rename=layer_norms.renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
+    gguf=layer_norms.layer_norm_form("starcoder2", _starcoder2_gguf),
 )
 
 

@@ -6,19 +6,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layers
 from meshlm.architectures.config_values import integer, number, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.dense import sliding_layers as layers_that_slide
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, Split, Weight
-from meshlm.architectures.layers import (
-    GGUF_KEYS,
-    all_but_each,
-    checked,
-    gguf_moe,
-    moe_spec,
-    with_attention,
-    with_experts,
-)
 from meshlm.architectures.weights import POST_ATTENTION_NORMS, ExpertNames, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
@@ -43,11 +35,11 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = dense_spec(config, architecture)
     _check_context(config, spec)
     window, sliding = layers_that_slide(config, _EVERY)
-    moe = moe_spec({**config, "num_experts_per_tok": chosen[0]}, "num_local_experts", "intermediate_size")
+    moe = layers.moe_spec({**config, "num_experts_per_tok": chosen[0]}, "num_local_experts", "intermediate_size")
     alpha, limit = (number(config[key], key) for key in ("swiglu_alpha", "swiglu_limit"))
-    moe = checked(replace(moe, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(alpha, limit)))
-    spec = with_attention(replace(spec, attention_sinks=True), sliding, sliding_window=window)
-    return with_experts(spec, moe)
+    moe = layers.checked(replace(moe, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(alpha, limit)))
+    spec = layers.with_attention(replace(spec, attention_sinks=True), sliding, sliding_window=window)
+    return layers.with_experts(spec, moe)
 
 
 def _check_context(config: dict[str, Any], spec: ModelSpec) -> None:
@@ -69,10 +61,12 @@ def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Weight]:
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """llama.cpp's code knows what its files do not say: YaRN without rounding, layers that slide, and the activation."""
     spec = dense_gguf(metadata, architecture)
-    moe = gguf_moe(metadata, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(_ALPHA, _LIMIT))
+    moe = layers.gguf_moe(metadata, norm_topk_prob=True, router_bias=True, expert_bias=True, swiglu=(_ALPHA, _LIMIT))
     window = int(metadata.get("attention.sliding_window"))
     spec = replace(spec, rope=replace(spec.rope, truncate=False), attention_sinks=True)
-    return with_experts(with_attention(spec, all_but_each(_EVERY, spec.num_hidden_layers), sliding_window=window), moe)
+    return layers.with_experts(
+        layers.with_attention(spec, layers.all_but_each(_EVERY, spec.num_hidden_layers), sliding_window=window), moe
+    )
 
 
 FAMILY = Family(
@@ -87,7 +81,7 @@ FAMILY = Family(
     | {"max_position_embeddings": 131072, "rope_theta": 150000.0}
     | {"rms_norm_eps": 1e-5, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "num_local_experts": 128},
     experts=ExpertTensors("mlp.experts.{}", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=True),
-    gguf=GGUFFamily("gpt-oss", _gguf, GGUF_KEYS | {"attention.sliding_window"}, experts=True),
+    gguf=GGUFFamily("gpt-oss", _gguf, layers.GGUF_KEYS | {"attention.sliding_window"}, experts=True),
     compiles=False,
     parsers=("openai", "openai_gptoss"),
 )

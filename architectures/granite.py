@@ -12,30 +12,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layers, states
 from meshlm.architectures.config_values import integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, layers_that_attend, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layers import (
-    GGUF_KEYS,
-    checked,
-    gguf_moe,
-    moe_spec,
-    with_attention,
-    with_experts,
-    with_mlps,
-    with_states,
-)
-from meshlm.architectures.states import (
-    GGUF_PACKED,
-    GGUF_STATE,
-    KEYS,
-    MODEL,
-    PACKED,
-    layers_of,
-    mamba2_gguf,
-    mamba2_state,
-    mamba2_weights,
-)
 from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
@@ -93,15 +73,15 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    moe = replace(moe_spec(config, "num_local_experts", "intermediate_size"), norm_topk_prob=True)
-    return with_experts(_spec(config, architecture), moe)
+    moe = replace(layers.moe_spec(config, "num_local_experts", "intermediate_size"), norm_topk_prob=True)
+    return layers.with_experts(_spec(config, architecture), moe)
 
 
 def granite_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """Files say by rope.scaling.finetuned whether heads have positions. MetadataError."""
     spec, get = dense_gguf(metadata, architecture), metadata.get
     if get("rope.scaling.finetuned", True) is False:
-        spec = with_attention(spec, rotates=False)
+        spec = layers.with_attention(spec, rotates=False)
     names = ("embedding_scale", "logit_scale", "residual_scale", "attention.scale")
     unscaled = (1.0, 1.0, 1.0, spec.head_dim**-0.5)
     keys = ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -118,11 +98,13 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     if not all(attends):
         raise MetadataError(f"metadata {metadata.kind}.attention.head_count_kv is 0 of a layer")
     spec = granite_gguf(metadata, architecture)
-    return with_mlps(spec, intermediate_size=metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0])
+    return layers.with_mlps(
+        spec, intermediate_size=metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0]
+    )
 
 
 def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    return with_experts(granite_gguf(metadata, architecture), gguf_moe(metadata, norm_topk_prob=True))
+    return layers.with_experts(granite_gguf(metadata, architecture), layers.gguf_moe(metadata, norm_topk_prob=True))
 
 
 DENSE = Family(
@@ -135,7 +117,7 @@ DENSE = Family(
     gguf=GGUFFamily(
         "granite",
         _gguf,
-        GGUF_SCALES | GGUF_STATE | {"expert_used_count", "expert_shared_feed_forward_length"},
+        GGUF_SCALES | states.GGUF_STATE | {"expert_used_count", "expert_shared_feed_forward_length"},
         interleaved_heads=True,
     ),
 )
@@ -148,7 +130,7 @@ EXPERTS = Family(
     defaults=dict.fromkeys(MULTIPLIERS, 1.0)
     | {"max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2},
     packed=PACKED_EXPERTS,
-    gguf=GGUFFamily("granitemoe", _moe_gguf, GGUF_SCALES | GGUF_KEYS, experts=True, interleaved_heads=True),
+    gguf=GGUFFamily("granitemoe", _moe_gguf, GGUF_SCALES | layers.GGUF_KEYS, experts=True, interleaved_heads=True),
     rename=renamed_experts,
     compiles=False,
 )
@@ -159,7 +141,7 @@ _KINDS = {"mamba": "state", "linear_attention": "state", "attention": "attention
 
 def _hybrid_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     refuse_quantised(config, architecture, MULTIPLIED)
-    kinds = layers_of(config, _KINDS)
+    kinds = states.layers_of(config, _KINDS)
     positions = config.get("position_embedding_type")
     if positions not in (None, "nope", "rope"):
         raise ValueError(f"position_embedding_type {shown(positions)} is not supported; supported: rope, nope")
@@ -174,10 +156,10 @@ def _hybrid_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
             norm_topk_prob=True,  # their softmax is over those that are chosen
             shared_intermediate_size=shared,
         )
-        spec = with_experts(spec, checked(moe, "num_local_experts"))
+        spec = layers.with_experts(spec, layers.checked(moe, "num_local_experts"))
     if "state" in kinds:
-        spec = with_states(spec, mamba2_state(config), [kind == "state" for kind in kinds])
-    return with_multipliers(with_attention(spec, rotates=positions == "rope"), config)
+        spec = layers.with_states(spec, states.mamba2_state(config), [kind == "state" for kind in kinds])
+    return with_multipliers(layers.with_attention(spec, rotates=positions == "rope"), config)
 
 
 def _hybrid_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -186,17 +168,21 @@ def _hybrid_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec = granite_gguf(metadata, architecture)
     if metadata.get("expert_count", 0):
         shared = int(metadata.get("expert_shared_feed_forward_length", 0))
-        spec = with_experts(spec, gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared))
+        spec = layers.with_experts(
+            spec, layers.gguf_moe(metadata, norm_topk_prob=True, shared_intermediate_size=shared)
+        )
     else:  # feed_forward_length is that of experts, also where there are none
         wide = metadata.shapes.get("blk.0.ffn_up.weight", (spec.intermediate_size,))[0]
-        spec = with_mlps(spec, intermediate_size=wide)
+        spec = layers.with_mlps(spec, intermediate_size=wide)
     spec = partly_rotated(spec, metadata)
-    return spec if all(attends) else with_states(spec, mamba2_gguf(metadata), [not one for one in attends])
+    return (
+        spec if all(attends) else layers.with_states(spec, states.mamba2_gguf(metadata), [not one for one in attends])
+    )
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
     mlp = ("shared_mlp", "ffn_{}", "mlp")
-    return multiplied(spec, transformer_weights(spec, state=mamba2_weights, mlp=mlp, experts=NAMES))
+    return multiplied(spec, transformer_weights(spec, state=states.mamba2_weights, mlp=mlp, experts=NAMES))
 
 
 FAMILY = Family(
@@ -204,7 +190,7 @@ FAMILY = Family(
     model_type="granitemoehybrid",
     spec=_hybrid_spec,
     weights=_weights,
-    keys=KEYS
+    keys=states.KEYS
     | MULTIPLIERS
     | words(
         "num_local_experts num_experts_per_tok shared_intermediate_size layers_block_type "
@@ -214,7 +200,7 @@ FAMILY = Family(
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
     | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
     packed={
-        **PACKED,
+        **states.PACKED,
         "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
         "shared_mlp.output_linear": ("shared_mlp.down_proj",),
         **PACKED_EXPERTS,
@@ -223,11 +209,11 @@ FAMILY = Family(
     gguf=GGUFFamily(
         "granitehybrid",
         _hybrid_gguf,
-        GGUF_SCALES | GGUF_KEYS | GGUF_STATE | {"expert_shared_feed_forward_length"},
-        packed=GGUF_PACKED,
+        GGUF_SCALES | layers.GGUF_KEYS | states.GGUF_STATE | {"expert_shared_feed_forward_length"},
+        packed=states.GGUF_PACKED,
         interleaved_heads=True,
     ),
     compiles=False,
-    model=MODEL,
+    model=states.MODEL,
 )
 FAMILIES = (DENSE, EXPERTS, FAMILY)

@@ -14,6 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import weights
 from meshlm.architectures.config_values import integer, number, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
@@ -32,14 +33,6 @@ from meshlm.architectures.states import (
     mamba_gguf,
     mamba_state,
     mamba_weights,
-)
-from meshlm.architectures.weights import (
-    ExpertNames,
-    attention_weights,
-    decoder_weights,
-    mlp_weights,
-    norm_weights,
-    transformer_weights,
 )
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
@@ -65,7 +58,7 @@ BAMBA = Family(
     architecture="BambaForCausalLM",
     model_type="bamba",
     spec=_bamba_spec,
-    weights=partial(transformer_weights, norms=_NORMS, state=mamba2_weights, mlp=_MLP),
+    weights=partial(weights.transformer_weights, norms=_NORMS, state=mamba2_weights, mlp=_MLP),
     keys=KEYS | words("attn_layer_indices attn_rotary_emb num_logits_to_keep z_loss_coefficient"),
     defaults={"partial_rotary_factor": 0.5, "max_position_embeddings": 262144, "num_key_value_heads": 8}
     | {"rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
@@ -163,14 +156,14 @@ def _falcon_h1_weights(spec: ModelSpec) -> Iterator[Weight]:
     times["mamba.dt_proj.weight"] = states * rows[4]
 
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
-        for weight in (*attention_weights(spec, layer), *mamba2_weights(spec)):
+        for weight in (*weights.attention_weights(spec, layer), *mamba2_weights(spec)):
             last = weight.parameter == "attention.o.weight"
             yield weight._replace(beside=last, quantises=weight.quantises and not last)
-        yield from mlp_weights(spec, layer.intermediate_size, _MLP)
-        for weight in norm_weights(spec, layer, _NORMS):
+        yield from weights.mlp_weights(spec, layer.intermediate_size, _MLP)
+        for weight in weights.norm_weights(spec, layer, _NORMS):
             yield weight._replace(gguf=weight.gguf.replace("ffn_norm.weight", "ffn_norm"))
 
-    for weight in decoder_weights(spec, in_layer):
+    for weight in weights.decoder_weights(spec, in_layer):
         name = weight.name if weight.layer is None else weight.name.partition(f".{weight.layer}.")[2]
         yield weight._replace(times=times.get(name, 1.0))
 
@@ -197,7 +190,7 @@ FALCON_H1 = Family(
 )
 
 
-_NAMES = ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
+_NAMES = weights.ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
 
 
 def _jamba_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -234,7 +227,7 @@ JAMBA = Family(
     architecture="JambaForCausalLM",
     model_type="jamba",
     spec=_jamba_spec,
-    weights=partial(transformer_weights, norms=_NORMS, state=mamba_weights, mlp=_MLP, experts=_NAMES),
+    weights=partial(weights.transformer_weights, norms=_NORMS, state=mamba_weights, mlp=_MLP, experts=_NAMES),
     keys=words("""
         attn_layer_period attn_layer_offset expert_layer_period expert_layer_offset num_experts num_experts_per_tok
         mamba_d_state mamba_d_conv mamba_expand mamba_dt_rank mamba_conv_bias mamba_proj_bias use_mamba_kernels use_mambapy
@@ -247,7 +240,7 @@ JAMBA = Family(
     rename=_renamed,
     gguf=GGUFFamily("jamba", _jamba_gguf, GGUF_KEYS | GGUF_MAMBA_STATE, experts=True),
     compiles=False,
-    model="meshlm.workers.models.jamba:Jamba",
+    model="meshlm.workers.models.hybrid:Jamba",
 )
 
 

@@ -7,21 +7,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures import dense
+from meshlm.architectures import dense, weights
 from meshlm.architectures.config_values import number, pairs, shown
 from meshlm.architectures.dense import dense_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import with_attention
-from meshlm.architectures.weights import (
-    GGUF_QKV,
-    NAMES,
-    ExpertNames,
-    attention_weights,
-    decoder_weights,
-    expert_weights,
-    mlp_weights,
-    ungated_weights,
-)
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -79,7 +69,7 @@ def layer_norm_form(
     """The form of .gguf files with layer norms. spec: for `layer_norm_gguf`, or the family's own. keys: those that the family honours
     beyond the norms' epsilon."""
     read = partial(layer_norm_gguf, order=spec) if isinstance(spec, LayerNormSpec) else spec
-    return GGUFFamily(kind, read, frozenset((GGUF_EPS, *keys)), packed=GGUF_QKV, **more)
+    return GGUFFamily(kind, read, frozenset((GGUF_EPS, *keys)), packed=weights.GGUF_QKV, **more)
 
 
 def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -87,27 +77,29 @@ def named(config: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     return {**config, **{ours: config.get(theirs, config.get(ours)) for ours, theirs in names.items()}}
 
 
-def layer_norm_weights(spec: ModelSpec, plus: float = 0.0, experts: ExpertNames = NAMES) -> Iterator[Weight]:
+def layer_norm_weights(
+    spec: ModelSpec, plus: float = 0.0, experts: weights.ExpertNames = weights.NAMES
+) -> Iterator[Weight]:
     """Every tensor. plus: see Weight.plus, of the weights of all norms. experts: their names, of layers that have them."""
     order = spec.layer_norms
     assert order is not None
 
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
-        yield from attention_weights(spec, layer)
+        yield from weights.attention_weights(spec, layer)
         if layer.experts is not None:
-            yield from expert_weights(spec, layer.experts, experts)
+            yield from weights.expert_weights(spec, layer.experts, experts)
         else:
             yield from (
-                mlp_weights(spec, layer.intermediate_size)
+                weights.mlp_weights(spec, layer.intermediate_size)
                 if order.gated
-                else ungated_weights(spec, layer.intermediate_size)
+                else weights.ungated_weights(spec, layer.intermediate_size)
             )
         yield from _norm(spec, "input_layernorm", "attn_norm", "attention_norm", plus)
         if order.parallel != 1:
             yield from _norm(spec, "post_attention_layernorm", "ffn_norm", "mlp_norm", plus)
 
     table = (spec.vocab_size, order.embedding_dim or spec.hidden_size)
-    for weight in decoder_weights(spec, in_layer):
+    for weight in weights.decoder_weights(spec, in_layer):
         if weight.parameter in ("embed.weight", "head.weight"):
             yield weight._replace(shape=table)
         elif weight.parameter != "norm.weight":

@@ -1,6 +1,6 @@
-"""Changes of some of a model's layers, for families whose layers differ. `which` names them from the first on; empty: all of them.
+"""Changes of some of a model's layers, for families whose layers differ, and the sizes of mixtures of experts as files give them.
 
-What mixtures of experts have in common: their sizes in config.json and .gguf files, and the weights of a layer's experts.
+`which` names layers from the first on; empty: all of them.
 """
 
 from collections.abc import Iterable

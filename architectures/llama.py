@@ -22,6 +22,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import weights
 from meshlm.architectures.config_values import (
     boolean,
     integer,
@@ -36,16 +37,6 @@ from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import with_attention
 from meshlm.architectures.rope import rope_kind
-from meshlm.architectures.weights import (
-    POST_ATTENTION_NORMS,
-    Norms,
-    attention_weights,
-    decoder_weights,
-    norm_weights,
-    rotating_neighbours,
-    transformer_weights,
-    ungated_weights,
-)
 from meshlm.protocol.layers import MLP, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
 
@@ -53,7 +44,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     spec=full_spec,
-    weights=transformer_weights,
+    weights=weights.transformer_weights,
     gguf=GGUFFamily("llama", dense_gguf, interleaved_heads=True),
 )
 
@@ -67,7 +58,7 @@ HELIUM = Family(
     architecture="HeliumForCausalLM",
     model_type="helium",
     spec=_helium_spec,
-    weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)),
+    weights=lambda spec: weights.rotating_neighbours(spec, weights.transformer_weights(spec)),
     defaults={"head_dim": 128, "num_key_value_heads": 20, "rope_theta": 100000.0, "max_position_embeddings": 4096}
     | {"rms_norm_eps": 1e-8},
 )
@@ -81,7 +72,7 @@ SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
     model_type="seed_oss",
     spec=_seed_oss_spec,
-    weights=lambda spec: transformer_weights(spec, POST_ATTENTION_NORMS),
+    weights=lambda spec: weights.transformer_weights(spec, weights.POST_ATTENTION_NORMS),
     keys=frozenset(("attention_out_bias",)),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288},
     gguf=GGUFFamily("seed_oss", dense_gguf),
@@ -118,7 +109,7 @@ SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     spec=_smollm3_spec,
-    weights=transformer_weights,
+    weights=weights.transformer_weights,
     keys=frozenset(("no_rope_layers", "no_rope_layer_interval")),
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     gguf=GGUFFamily("smollm3", _smollm3_gguf, interleaved_heads=True),
@@ -161,7 +152,7 @@ HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
     model_type="hunyuan_v1_dense",
     spec=_hunyuan_spec,
-    weights=transformer_weights,
+    weights=weights.transformer_weights,
     keys=frozenset(_WANTED) | words("attention_head_dim cla_share_factor"),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     rename=_renamed,
@@ -173,7 +164,10 @@ HUNYUAN = Family(
 
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
-_NORMS: Norms = (("attention_layernorm", "attn_norm", "input_norm"), ("feedforward_layernorm", "ffn_norm", "post_norm"))
+_NORMS: weights.Norms = (
+    ("attention_layernorm", "attn_norm", "input_norm"),
+    ("feedforward_layernorm", "ffn_norm", "post_norm"),
+)
 _ROPE = {"rope_type": "llama3", "rope_theta": 12e6, "original_max_position_embeddings": 8192} | {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -208,13 +202,13 @@ def _apertus_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 def _apertus_weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
-        yield from attention_weights(spec, layer)
-        yield from ungated_weights(spec, layer.intermediate_size)
-        yield from norm_weights(spec, layer, _NORMS)
+        yield from weights.attention_weights(spec, layer)
+        yield from weights.ungated_weights(spec, layer.intermediate_size)
+        yield from weights.norm_weights(spec, layer, _NORMS)
         for name, shape in NUMBERS.items() if layer.mlp is not None and not layer.mlp.xielu else ():
             yield Weight(f"mlp.act_fn.{name}", f"xielu.{name}", f"mlp.{name}", shape, quantises=False)
 
-    return decoder_weights(spec, in_layer)
+    return weights.decoder_weights(spec, in_layer)
 
 
 APERTUS = Family(

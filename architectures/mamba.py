@@ -9,22 +9,10 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from meshlm.architectures import states
 from meshlm.architectures.config_values import boolean, integer, number, pairs, positive, words
 from meshlm.architectures.dense import dtype_of
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
-from meshlm.architectures.states import (
-    GGUF_MAMBA_STATE,
-    GGUF_PACKED,
-    GGUF_STATE,
-    MODEL,
-    PACKED,
-    mamba2_gguf,
-    mamba2_state,
-    mamba2_weights,
-    mamba_gguf,
-    mamba_state,
-    mamba_weights,
-)
 from meshlm.architectures.weights import PRE_NORMS, transformer_weights
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.protocol.model import ModelSpec
@@ -53,7 +41,7 @@ def _stateful_spec(config: dict[str, Any], architecture: str, state: StateSpec, 
 
 
 def _mamba2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    state = mamba2_state(config, _MAMBA2_NAMES)
+    state = states.mamba2_state(config, _MAMBA2_NAMES)
     return _stateful_spec(config, architecture, state, state.num_heads)
 
 
@@ -77,7 +65,7 @@ def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, h
 
 
 def _mamba2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    state = mamba2_gguf(metadata)
+    state = states.mamba2_gguf(metadata)
     return stateful_gguf(metadata, architecture, state, state.num_heads)
 
 
@@ -91,7 +79,7 @@ MAMBA2 = Family(
     architecture="Mamba2ForCausalLM",
     model_type="mamba2",
     spec=_mamba2_spec,
-    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=mamba2_weights),
+    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=states.mamba2_weights),
     keys=frozenset(_MAMBA2_NAMES.values())
     | words(
         "layer_norm_epsilon time_step_limit time_step_rank time_step_min time_step_max "
@@ -99,11 +87,11 @@ MAMBA2 = Family(
     ),
     defaults={"num_heads": 128, "head_dim": 64, "num_hidden_layers": 64, "max_position_embeddings": CONTEXT}
     | {"n_groups": 8, "state_size": 128, "expand": 2, "hidden_size": 4096},
-    packed=PACKED,
+    packed=states.PACKED,
     rename=renamed,
-    gguf=GGUFFamily("mamba2", _mamba2_gguf, GGUF_STATE, packed=GGUF_PACKED),
+    gguf=GGUFFamily("mamba2", _mamba2_gguf, states.GGUF_STATE, packed=states.GGUF_PACKED),
     compiles=False,
-    model=MODEL,
+    model=states.MODEL,
 )
 
 
@@ -115,7 +103,7 @@ _Norms = Literal["none", "plain"]
 
 
 def _mamba_spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
-    state = mamba_state(config, norms, _MAMBA_NAMES)
+    state = states.mamba_state(config, norms, _MAMBA_NAMES)
     if (
         config.get("intermediate_size") is not None
     ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
@@ -128,7 +116,7 @@ def _mamba_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     norms: _Norms = "plain" if metadata.get("ssm.dt_b_c_rms", False) else "none"
     if norms == "plain":
         architecture = _FALCON.architecture
-    state = mamba_gguf(metadata, norms)
+    state = states.mamba_gguf(metadata, norms)
     return stateful_gguf(metadata, architecture, state, state.num_heads // 2)
 
 
@@ -136,7 +124,7 @@ _MAMBA = Family(
     architecture="MambaForCausalLM",
     model_type="mamba",
     spec=_mamba_spec,
-    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=mamba_weights),
+    weights=partial(transformer_weights, norms=PRE_NORMS[:1], state=states.mamba_weights),
     keys=frozenset(_MAMBA_NAMES.values())
     | words("""
         layer_norm_epsilon residual_in_fp32 time_step_scale time_step_min time_step_max time_step_init_scheme time_step_floor
@@ -145,9 +133,9 @@ _MAMBA = Family(
     defaults={"num_hidden_layers": 32, "max_position_embeddings": CONTEXT}
     | {"hidden_size": 768, "state_size": 16, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": True},
     rename=renamed,
-    gguf=GGUFFamily("mamba", _mamba_gguf, GGUF_MAMBA_STATE | {"ssm.dt_b_c_rms"}),
+    gguf=GGUFFamily("mamba", _mamba_gguf, states.GGUF_MAMBA_STATE | {"ssm.dt_b_c_rms"}),
     compiles=False,
-    model="meshlm.workers.models.jamba:Jamba",
+    model="meshlm.workers.models.hybrid:Jamba",
 )
 _FALCON = _MAMBA._replace(
     architecture="FalconMambaForCausalLM",

@@ -1,9 +1,6 @@
 """Mistral (Jiang et al. 2023): a Llama whose layers may all slide. llama.cpp calls it llama.
-
 Ministral (Mistral AI 2024): Mistral of which some layers slide and the others see all.
-
 Ministral 3 and its like (Mistral AI 2025): Mistral with YaRN, whose queries grow with their position, as some of Llama 4's do.
-
 Mixtral (Jiang et al. 2024): Mistral with experts in each layer, whose weights are a softmax over the chosen ones.
 """
 

@@ -10,34 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layer_norms, states, weights
 from meshlm.architectures.config_values import integer, number, pairs, shown, words
 from meshlm.architectures.deepseek import GGUF_EXPERT_KEYS, gguf_experts
 from meshlm.architectures.dense import dense_gguf, full_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
-from meshlm.architectures.layer_norms import (
-    LAYER_NORMS,
-    layer_norm_form,
-    layer_norm_gguf,
-    layer_norm_spec,
-    layer_norm_weights,
-)
 from meshlm.architectures.layers import checked, moe_spec
-from meshlm.architectures.states import (
-    GGUF_PACKED,
-    GGUF_STATE,
-    PACKED,
-    layers_of,
-    mamba2_gguf,
-    mamba2_state,
-    mamba2_weights,
-)
-from meshlm.architectures.weights import (
-    ExpertNames,
-    attention_weights,
-    decoder_weights,
-    expert_weights,
-    ungated_weights,
-)
 from meshlm.protocol.layers import Layers, LayerSpec, MoESpec, StateSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
@@ -45,18 +23,18 @@ _ORDER = LayerNormSpec()
 
 
 def _nemotron_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = layer_norm_spec(config, architecture, _ORDER, eps="norm_eps")
+    spec = layer_norms.layer_norm_spec(config, architecture, _ORDER, eps="norm_eps")
     return replace(spec, output_bias=spec.attention_bias)
 
 
-NEMOTRON = LAYER_NORMS._replace(
+NEMOTRON = layer_norms.LAYER_NORMS._replace(
     architecture="NemotronForCausalLM",
     model_type="nemotron",
     spec=_nemotron_spec,
-    weights=partial(layer_norm_weights, plus=1.0),
+    weights=partial(layer_norms.layer_norm_weights, plus=1.0),
     keys=words("norm_eps"),
     defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
-    gguf=layer_norm_form("nemotron", partial(layer_norm_gguf, order=_ORDER, act="relu2")),
+    gguf=layer_norms.layer_norm_form("nemotron", partial(layer_norms.layer_norm_gguf, order=_ORDER, act="relu2")),
 )
 
 
@@ -76,11 +54,11 @@ _LETTERS = {"M": "state", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = pairs("""
     mamba=state linear_attention=state attention=attention full_attention=attention mlp=mlp moe=moe
 """)
-_NAMES_OF_EXPERTS = ExpertNames(router="mixer.gate", expert="mixer.experts.{}", shared="mixer.shared_experts")
+_NAMES_OF_EXPERTS = weights.ExpertNames(router="mixer.gate", expert="mixer.experts.{}", shared="mixer.shared_experts")
 
 _PACKED = {
     stem.replace("mamba.", "mixer."): tuple(one.replace("mamba.", "mixer.") for one in names)
-    for stem, names in PACKED.items()
+    for stem, names in states.PACKED.items()
 }
 
 
@@ -91,7 +69,7 @@ def _nemotron_h_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     kinds = _kinds(config)
     config = {**config, "num_hidden_layers": len(kinds), "hidden_act": "silu"}
     spec = full_spec(config, architecture)
-    state = mamba2_state(config, _NAMES, expands=False)
+    state = states.mamba2_state(config, _NAMES, expands=False)
     experts = _moe(config) if "moe" in kinds else None
     return replace(
         spec,
@@ -158,7 +136,7 @@ def _nemotron_h_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         "attention" if one else "moe" if size and chooses else "mlp" if size else "state"
         for one, size, chooses in zip(attends, wide, routed, strict=False)
     ]
-    state = replace(mamba2_gguf(metadata), dtype="float32") if "state" in kinds else None
+    state = replace(states.mamba2_gguf(metadata), dtype="float32") if "state" in kinds else None
     layers = _layers(spec, kinds, state, experts)
     return replace(spec, hidden_act="relu2", mlp_bias=metadata.has("ffn_up.bias"), layers=layers)
 
@@ -167,7 +145,7 @@ def _kinds(config: dict[str, Any]) -> tuple[str, ...]:
     letters = config.get("hybrid_override_pattern")
     if letters is None:
         given = config.get("layers_block_type") or config.get("layer_types") or []
-        return layers_of({**config, "num_hidden_layers": len(given)}, _KINDS)
+        return states.layers_of({**config, "num_hidden_layers": len(given)}, _KINDS)
     if not isinstance(letters, str) or not letters:
         raise ValueError(f"hybrid_override_pattern must be the letter of each layer, got {shown(letters)}")
     for layer, letter in enumerate(letters):
@@ -182,24 +160,24 @@ def _nemotron_h_weights(spec: ModelSpec) -> Iterator[Weight]:
     hidden = spec.hidden_size
 
     def experts(moe: MoESpec) -> Iterator[Weight]:
-        yield from expert_weights(spec, replace(moe, shared_intermediate_size=0), _NAMES_OF_EXPERTS)
+        yield from weights.expert_weights(spec, replace(moe, shared_intermediate_size=0), _NAMES_OF_EXPERTS)
         if moe.shared_intermediate_size:
             names = ("mixer.shared_experts", "ffn_{}_shexp", "mlp.shared")
-            yield from ungated_weights(spec, moe.shared_intermediate_size, names)
+            yield from weights.ungated_weights(spec, moe.shared_intermediate_size, names)
 
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         if layer.experts is not None:
             yield from experts(layer.experts)
         if layer.mlp is not None:
-            yield from ungated_weights(spec, layer.intermediate_size, ("mixer", "ffn_{}", "mlp"))
-        for weight in attention_weights(spec, layer) if layer.attention else ():
+            yield from weights.ungated_weights(spec, layer.intermediate_size, ("mixer", "ffn_{}", "mlp"))
+        for weight in weights.attention_weights(spec, layer) if layer.attention else ():
             yield weight._replace(name=weight.name.replace("self_attn.", "mixer."))
-        for weight in mamba2_weights(spec) if layer.state else ():
+        for weight in states.mamba2_weights(spec) if layer.state else ():
             yield weight._replace(name=weight.name.replace("mamba.", "mixer."))
         norm = "post_norm" if layer.experts or layer.mlp else "input_norm"
         yield Weight("norm.weight", "attn_norm.weight", f"{norm}.weight", (hidden,))
 
-    return decoder_weights(spec, in_layer)
+    return weights.decoder_weights(spec, in_layer)
 
 
 def _renamed(name: str) -> str:
@@ -235,8 +213,8 @@ NEMOTRON_H = Family(
     gguf=GGUFFamily(
         "nemotron_h",
         _nemotron_h_gguf,
-        GGUF_STATE | GGUF_EXPERT_KEYS | set(_EPS) | {"expert_shared_feed_forward_length"},
-        packed=GGUF_PACKED,
+        states.GGUF_STATE | GGUF_EXPERT_KEYS | set(_EPS) | {"expert_shared_feed_forward_length"},
+        packed=states.GGUF_PACKED,
     ),
     unread=r"(model\.)?mtp\..*",
     compiles=False,

@@ -16,26 +16,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import dense, layers
 from meshlm.architectures.config_values import number, shown, words
-from meshlm.architectures.dense import (
-    GGUF_SLIDING,
-    dense_gguf,
-    dense_spec,
-    full_spec,
-    gguf_sliding,
-    layer_types,
-    sliding_layers,
-)
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Split, Weight
 from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_gguf, layer_norm_spec
-from meshlm.architectures.layers import (
-    GGUF_KEYS,
-    gguf_moe,
-    moe_spec,
-    rotating_where_sliding,
-    with_attention,
-    with_experts,
-)
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.architectures.weights import Norms, attention_weights, transformer_weights
 from meshlm.protocol.layers import LayerSpec
@@ -87,7 +71,7 @@ _OLMO_WEIGHTS = partial(transformer_weights, norms=POST_NORMS, attention=olmo_at
 
 def _olmo2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """A file with a window is of OLMo 3: llama.cpp has one name for both."""
-    spec = gguf_sliding(metadata, dense_gguf(metadata, architecture), _OLMO2_EVERY)
+    spec = dense.gguf_sliding(metadata, dense.dense_gguf(metadata, architecture), _OLMO2_EVERY)
     if not spec.sliding_window:
         return spec
     theta = float(metadata.get("rope.freq_base_swa", spec.rope.rope_theta))
@@ -97,10 +81,10 @@ def _olmo2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
-    spec=full_spec,
+    spec=dense.full_spec,
     weights=_OLMO_WEIGHTS,
     defaults=DEFAULTS,
-    gguf=GGUFFamily("olmo2", _olmo2_gguf, GGUF_SLIDING | {"rope.freq_base_swa"}),
+    gguf=GGUFFamily("olmo2", _olmo2_gguf, dense.GGUF_SLIDING | {"rope.freq_base_swa"}),
     compiles=False,
     model="meshlm.workers.models.post_norm:Olmo",
 )
@@ -113,9 +97,9 @@ _THETA = 500_000.0
 def _olmo2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     theta = config.get("rope_theta") or _THETA
     rope, sliding_rope = ropes_by_kind(config, theta, theta)
-    window, sliding = sliding_layers(config, _OLMO3_EVERY)
-    spec = replace(dense_spec(config, architecture, rope), sliding_rope=sliding_rope)
-    return with_attention(spec, sliding, sliding_window=window)
+    window, sliding = dense.sliding_layers(config, _OLMO3_EVERY)
+    spec = replace(dense.dense_spec(config, architecture, rope), sliding_rope=sliding_rope)
+    return layers.with_attention(spec, sliding, sliding_window=window)
 
 
 OLMO3 = Family(
@@ -130,14 +114,16 @@ OLMO3 = Family(
 
 
 def _olmoe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = full_spec({**config, "mlp_bias": False}, architecture)
+    spec = dense.full_spec({**config, "mlp_bias": False}, architecture)
     clip = number(config.get("clip_qkv") or 0.0, "clip_qkv")
-    return with_experts(replace(spec, clip_qkv=clip), moe_spec(config, wide="intermediate_size"))
+    return layers.with_experts(replace(spec, clip_qkv=clip), layers.moe_spec(config, wide="intermediate_size"))
 
 
 def _olmoe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     clip = float(metadata.get("attention.clamp_kqv", 0.0))
-    return with_experts(replace(dense_gguf(metadata, architecture), clip_qkv=clip), gguf_moe(metadata))
+    return layers.with_experts(
+        replace(dense.dense_gguf(metadata, architecture), clip_qkv=clip), layers.gguf_moe(metadata)
+    )
 
 
 OLMOE = Family(
@@ -147,7 +133,7 @@ OLMOE = Family(
     weights=lambda spec: transformer_weights(spec, attention=olmo_attention),
     keys=words("clip_qkv num_experts num_experts_per_tok norm_topk_prob"),
     defaults={**DEFAULTS, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
-    gguf=GGUFFamily("olmoe", _olmoe_gguf, GGUF_KEYS | {"attention.clamp_kqv"}, experts=True),
+    gguf=GGUFFamily("olmoe", _olmoe_gguf, layers.GGUF_KEYS | {"attention.clamp_kqv"}, experts=True),
     compiles=False,
     model="meshlm.workers.models.post_norm:Olmoe",
 )
@@ -160,20 +146,20 @@ _LARGE, _WINDOW = 64, 4096  # layers of the 32B model, and its window
 
 def _exaone4_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     every = config.get("sliding_window_pattern", _EXAONE4_EVERY)
-    if layer_types(config) is None and config.get("sliding_window") and (type(every) is not int or every < 1):
+    if dense.layer_types(config) is None and config.get("sliding_window") and (type(every) is not int or every < 1):
         raise ValueError(f"sliding_window_pattern {shown(every)} without layer_types is not supported")
-    window, sliding = sliding_layers(config, every if type(every) is int else 0)
-    spec = dense_spec({**config, "attention_bias": False, "mlp_bias": False}, architecture)
-    spec = with_attention(replace(spec, qk_norm=True), sliding, sliding_window=window)
-    return rotating_where_sliding(spec) if config.get("sliding_window") else spec
+    window, sliding = dense.sliding_layers(config, every if type(every) is int else 0)
+    spec = dense.dense_spec({**config, "attention_bias": False, "mlp_bias": False}, architecture)
+    spec = layers.with_attention(replace(spec, qk_norm=True), sliding, sliding_window=window)
+    return layers.rotating_where_sliding(spec) if config.get("sliding_window") else spec
 
 
 def _exaone4_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     """Of the larger model, whose first files name no window, three layers in four slide."""
-    spec = dense_gguf(metadata, architecture)
+    spec = dense.dense_gguf(metadata, architecture)
     window = _WINDOW if spec.num_hidden_layers == _LARGE else 0
-    spec = gguf_sliding(metadata, replace(spec, qk_norm=True), _EXAONE4_EVERY, window)
-    return rotating_where_sliding(spec) if spec.sliding_window else spec
+    spec = dense.gguf_sliding(metadata, replace(spec, qk_norm=True), _EXAONE4_EVERY, window)
+    return layers.rotating_where_sliding(spec) if spec.sliding_window else spec
 
 
 EXAONE4 = Family(
@@ -183,7 +169,7 @@ EXAONE4 = Family(
     weights=partial(transformer_weights, norms=POST_NORMS),
     keys=frozenset(("sliding_window_pattern",)),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096},
-    gguf=GGUFFamily("exaone4", _exaone4_gguf, GGUF_SLIDING),
+    gguf=GGUFFamily("exaone4", _exaone4_gguf, dense.GGUF_SLIDING),
     compiles=False,
     model="meshlm.workers.models.post_norm:PostNorm",
 )

@@ -1,6 +1,5 @@
-"""Checkpoints of bitsandbytes with 4 bits (NF4, FP4), and the names of the tensors that they have beside a layer's weight.
-
-Checkpoints whose files hold several codes in a word: GPTQ, AWQ, compressed-tensors' pack-quantized. See quantization.py.
+"""Checkpoints whose files hold several codes in a word: GPTQ, AWQ, compressed-tensors' pack-quantized, bitsandbytes with 4 bits (NF4,
+FP4), and the names of the tensors that they have beside a layer's weight. See quantization.py.
 """
 
 import re

@@ -1,7 +1,5 @@
 """Phi-1, 1.5 and 2 (Gunasekar et al. 2023): attention and MLP beside one another behind one norm; everything has a bias.
-
 Phi-3 and Phi-4 (Abdin et al. 2024): a Llama whose checkpoints hold query, key and value in one tensor, gate and up in another.
-
 Phi-3.5-MoE (Abdin et al. 2024): layer norms, and experts that SparseMixer chooses (workers/models/layer_norm.py).
 """
 

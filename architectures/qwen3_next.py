@@ -1,7 +1,5 @@
 """Qwen3-Next (Qwen 2025): three layers in four are gated delta nets, the others attend with a gate; many small experts in each.
-
 Qwen3.5 (Qwen 2026): Qwen3-Next's gated delta nets and attention with a gate, in front of MLPs or of experts.
-
 The rows of a mixer's products stand by kind (all queries, all keys, ...), and not by heads of keys as Qwen3-Next's.
 """
 

@@ -1,8 +1,5 @@
-"""What encoders have in common: sizes, classifiers, and the names under which checkpoints hold the same weights.
-
-Decoders that give vectors: the model without its output projection, and classifiers in the place of it.
-
-Each family of decoders has them: LlamaModel, LlamaForSequenceClassification (also of tokens). Their layers are the family's.
+"""Models that give vectors and classes: what encoders have in common, and what each family of decoders brings along, such as LlamaModel
+and LlamaForSequenceClassification (also of tokens): its layers without the output projection, or with a classifier in its place.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""What models with Mamba-2 layers have in common: the sizes that their files give, and the weights of a mixer.
-
-What models with Mamba's own layers have in common (Gu and Dao 2023): the sizes that their files give, and the weights of a mixer.
-"""
+"""What models with Mamba layers (Gu and Dao 2023) or Mamba-2 layers have in common: sizes as files give them, and a mixer's weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal

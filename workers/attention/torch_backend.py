@@ -1,6 +1,4 @@
-"""Attention in two steps: queries and keys are rotated, keys and values stored; then it reads the cache alone.
-
-Paged attention in plain torch: correct everywhere, and quick on the CPU.
+"""Paged attention in plain torch: correct everywhere, and quick on the CPU. Queries and keys are rotated and stored before it.
 
     out = softmax(q k^T * scale [soft cap] + mask [, sink]) v        (Vaswani et al. 2017, section 3.2.1)
 

@@ -1,5 +1,4 @@
 """BERT, RoBERTa and XLM-R: x = norm(x + attention(x)); x = norm(x + down(act(up(x)))).
-
 ModernBERT: x = x + attention(norm(x)); x = x + down(act(gate) * up) of norm(x); and a norm behind the last layer.
 """
 

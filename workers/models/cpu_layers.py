@@ -1,7 +1,4 @@
-"""The layers of a whole decoder on the CPU in one call of the compiled kernels: threads start once a step, not five times a layer.
-
-The layers of a whole encoder on the CPU in one call of the compiled kernels: threads start once a step, nothing is padded.
-"""
+"""All layers of a decoder or of an encoder on the CPU in one call of the compiled kernels: threads start once a step."""
 
 from torch import Tensor
 from torch.autograd.profiler import record_function

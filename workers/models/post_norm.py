@@ -1,6 +1,6 @@
 """OLMo 2 and 3, EXAONE 4: nothing is normed before attention and MLP, and what they give is normed before it is added.
 
-x = x + norm(attention(x));  x = x + norm(mlp(x))
+    x = x + norm(attention(x));  x = x + norm(mlp(x))
 
 OLMoE: a layer is Llama's, its attention OLMo 2's, of which queries, keys and values may be clipped.
 """

@@ -1,7 +1,4 @@
-"""The module that computes a model, by its architecture. Families name it (architectures/family.py).
-
-Chooses another way of computing a whole decoder when a model is loaded, if there is one (decoder.py: LayerExecutor).
-"""
+"""The class that computes a model, and another way of computing a whole decoder, if there is one (decoder.py: LayerExecutor)."""
 
 from functools import partial
 from importlib import import_module

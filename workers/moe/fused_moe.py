@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.workers.moe.parts import (
+from meshlm.workers.moe.interfaces import (
     ActivationFormat,
     Combined,
     Dispatched,

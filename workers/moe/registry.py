@@ -18,7 +18,14 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe.dispatch.collective import AllGather, AllToAll, Collective, Members
 from meshlm.workers.moe.dispatch.none import InBatches, NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.parts import UNGATED_ACT, ActivationFormat, Dispatcher, Experts, ExpertWeights, WeightAndReduce
+from meshlm.workers.moe.interfaces import (
+    UNGATED_ACT,
+    ActivationFormat,
+    Dispatcher,
+    Experts,
+    ExpertWeights,
+    WeightAndReduce,
+)
 from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()

@@ -1,9 +1,7 @@
-"""Recurrent states in one step: which page each request goes on from, and where its state, and the checkpoints on the way, go to.
+"""Recurrent states in one step, and in plain torch: decodes side by side, prompts one after the other.
 
 A request goes on from the page of the token before its first one, and leaves its state in that of its last one. A prompt leaves
 states on the way where its table names another page next (protocol/kv.py: RecurrentState).
-
-Recurrent states in plain torch: decodes side by side, prompts one after the other. Correct everywhere, and quick on the CPU.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from meshlm.workers.formats.format import KernelWeight, plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
-from meshlm.workers.moe.parts import (
+from meshlm.workers.moe.interfaces import (
     Dispatcher,
     ExpertExtras,
     ExpertWeights,

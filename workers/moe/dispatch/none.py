@@ -1,9 +1,7 @@
 """No dispatch: every rank that has experts of a layer has all tokens of the step, one rank alone or those of a tensor-parallel group.
 
 Of a group each rank has a part of every expert, or all of some experts: either way its results are a term of the sum over the ranks
-(`Kind.RANK`), which the norm behind adds up. `batched` is the same for experts that take batched activations, with plain torch.
-
-A dispatcher of contiguous rows, for experts that take batches: what has come is sorted by experts before they compute it.
+(`Kind.RANK`), which the norm behind adds up. For experts that take batches, rows are sorted by experts, with plain torch.
 """
 
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshlm.workers.moe.parts import (
+from meshlm.workers.moe.interfaces import (
     NOWHERE,
     ActivationFormat,
     Combined,
@@ -129,7 +127,7 @@ class NoDispatchBatched:
 
 
 class InBatches:
-    """See `meshlm.workers.moe.parts.Dispatcher`. Each of this worker's experts has room for all rows that come."""
+    """See `meshlm.workers.moe.interfaces.Dispatcher`. Each of this worker's experts has room for all rows that come."""
 
     format = ActivationFormat.BATCHED
     finishes = frozenset((WeightAndReduce.WEIGHTED_SUM,))

@@ -1,6 +1,4 @@
-"""What stands behind the products of experts, as kernels take it.
-
-Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
+"""Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
 
 Weights of 8 bits are multiplied as they are: with activations of 8 bits too, or floats with activations that stay as they are.
 """
@@ -20,7 +18,7 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.quantise_int8.kernel import quantise as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.formats.format import GroupedWeight
-from meshlm.workers.moe.parts import (
+from meshlm.workers.moe.interfaces import (
     ActivationFormat,
     Dispatched,
     ExpertExtras,

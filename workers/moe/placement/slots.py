@@ -1,12 +1,9 @@
-"""From experts, as a router chooses them, to the slots of ranks that hold them; and how many tokens each expert has had.
+"""The slots of ranks that hold experts: from experts, as a router chooses them, to slots, and how many tokens each has had; and moving
+the weights of one layer's experts between slots, a piece of each at a time.
 
-All of it is on the device and of fixed shapes, so it is a part of CUDA graphs; a rearrangement writes into the same tensors. Replicas
-of an expert take turns by a token's row in the step. They have the same weights, so it does not matter which one computes it.
-
-Moves the weights of one layer's experts between the slots of ranks, a piece of each at a time.
-
-Pieces are columns of the experts' weights, and no column needs another, so what is received may be written while the rest still
-is to be sent: beside the weights there is room for two pieces and no more.
+The former is on the device and of fixed shapes, so it is a part of CUDA graphs; a rearrangement writes into the same tensors. Replicas
+of an expert take turns by a token's row in the step. Pieces are columns of the experts' weights, and no column needs another, so what
+is received may be written while the rest still is to be sent: beside the weights there is room for two pieces and no more.
 """
 
 from collections.abc import Sequence
@@ -16,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.moe.parts import NOWHERE, Routing
+from meshlm.workers.moe.interfaces import NOWHERE, Routing
 
 TURNS = 60  # 2, 3, 4, 5 and 6 replicas divide it
 
