@@ -28,7 +28,7 @@ from meshlm.architectures.deepseek import DEEPSEEK_NAMES, GGUF_EXPERT_KEYS, with
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, partly_rotated
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
 from meshlm.architectures.layers import moe_spec, with_attention, with_experts
-from meshlm.architectures.mistral import MIXTRAL_NAMES
+from meshlm.architectures.llama import MIXTRAL_NAMES
 from meshlm.architectures.olmo import olmo_attention
 from meshlm.architectures.qwen import windows
 from meshlm.protocol.layers import MoESpec

@@ -13,7 +13,7 @@ from meshlm.architectures.dense import dense_gguf, one_window, partly_rotated, w
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError
 from meshlm.architectures.layer_norms import LAYER_NORMS, layer_norm_form, layer_norm_spec, layer_norm_weights, renaming
 from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, moe_spec, with_attention, with_experts
-from meshlm.architectures.mistral import MIXTRAL_NAMES
+from meshlm.architectures.llama import MIXTRAL_NAMES
 from meshlm.architectures.weights import GGUF_GATE_UP, fused_gate_up, transformer_weights
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 

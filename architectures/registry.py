@@ -23,8 +23,8 @@ _MODULES = {
     "llama": """
         LlamaForCausalLM=llama HeliumForCausalLM HunYuanDenseV1ForCausalLM=hunyuan-dense
         ApertusForCausalLM=apertus SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
+        MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3
     """,
-    "mistral": "MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3",
     "qwen": """
         Qwen2ForCausalLM=qwen2 Qwen3ForCausalLM=qwen3 QWenLMHeadModel=qwen Qwen2MoeForCausalLM=qwen2moe
         Qwen3MoeForCausalLM=qwen3moe
@@ -55,8 +55,7 @@ _MODULES = {
     "alibi": "BloomForCausalLM=bloom MptForCausalLM=mpt MPTForCausalLM FalconForCausalLM=falcon",
     "mamba": "Mamba2ForCausalLM=mamba2 MambaForCausalLM=mamba FalconMambaForCausalLM",
     "hybrid": "BambaForCausalLM FalconH1ForCausalLM=falcon-h1 JambaForCausalLM=jamba",
-    "lfm2": "Lfm2ForCausalLM=lfm2",
-    "recurrent_gemma": "RecurrentGemmaForCausalLM",
+    "short_states": "Lfm2ForCausalLM=lfm2 RecurrentGemmaForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM=qwen3next Qwen3_5ForCausalLM=qwen35 Qwen3_5MoeForCausalLM=qwen35moe",
     "whisper": "WhisperForConditionalGeneration",
 }

@@ -7,8 +7,7 @@ from torch import Tensor
 from meshlm.kernels.cpu import kernel, packed
 from meshlm.kernels.cpu.library import library
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, HeadProducts, NormWeight
-from meshlm.workers.layers.torch_ops import Composed
+from meshlm.workers.layers.ops import AttentionShape, Composed, HeadProducts, NormWeight
 from meshlm.workers.partial_sum import PartialSum
 
 

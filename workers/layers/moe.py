@@ -17,8 +17,7 @@ from meshlm.workers.layers.elements import Linear
 from meshlm.workers.layers.elements import MLP
 from meshlm.workers.layers.elements import RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import Dispatcher, ExpertExtras, ExpertWeights, Routing
+from meshlm.workers.moe.fused_moe import Dispatcher, ExpertExtras, ExpertWeights, FusedMoE, Routing
 from meshlm.workers.moe.placement.slots import Replicas
 from meshlm.workers.moe.registry import make_experts
 from meshlm.workers.partial_sum import Kind, PartialSum

@@ -22,8 +22,7 @@ from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.kernels.small_m_gemm.kernel import shape_for, small_m_gemm
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, LatentShape, NormWeight, RouterWeights
-from meshlm.workers.layers.torch_ops import Composed
+from meshlm.workers.layers.ops import AttentionShape, Composed, LatentShape, NormWeight, RouterWeights
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 

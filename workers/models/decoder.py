@@ -22,10 +22,9 @@ from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
-from meshlm.workers.layers.torch_ops import TorchOps, make_ops
 from meshlm.workers.models.classifier import Classifier
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
 from meshlm.workers.partial_sum import Kind, PartialSum

@@ -17,8 +17,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import LayerNorm, Linear
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
-from meshlm.workers.layers.torch_ops import TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_ops
 from meshlm.workers.models.classifier import FUNCTIONS, Classifier
 from meshlm.workers.models.decoder import Decoder, KVScale, LayerExecutor
 

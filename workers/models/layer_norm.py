@@ -26,7 +26,7 @@ from meshlm.workers.layers.elements import MLP, LayerNorm, Linear
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
-from meshlm.workers.moe.interfaces import NOWHERE, Routing
+from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 from meshlm.workers.partial_sum import PartialSum
 
 

@@ -1,7 +1,8 @@
 """Which experts there are, and which a layer gets: the first of its format that this device, dtype and method of weights can have."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from importlib import import_module
 from typing import NamedTuple
 
 import structlog
@@ -18,7 +19,7 @@ from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe.dispatch.collective import AllGather, AllToAll, Collective, Members
 from meshlm.workers.moe.dispatch.none import InBatches, NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     UNGATED_ACT,
     ActivationFormat,
     Dispatcher,
@@ -107,24 +108,14 @@ def _packed(given: ExpertWeights) -> Experts:
     return PackedExperts(given, direct=may_be_direct(given))
 
 
-def _packed_batched(given: ExpertWeights) -> Experts:
-    from meshlm.workers.moe.experts.packed import PackedBatchedExperts
-
-    return PackedBatchedExperts(given)
-
-
-def _triton(given: ExpertWeights) -> Experts:
-    from meshlm.workers.moe.experts.triton import TritonExperts
-
-    return TritonExperts(given)
+def _imported(module: str, name: str, given: ExpertWeights) -> Experts:
+    """Experts of a module that needs Triton, imported when they are wanted."""
+    found: Experts = getattr(import_module(f"meshlm.workers.moe.experts.{module}"), name)(given)
+    return found
 
 
-def _triton_batched(given: ExpertWeights) -> Experts:
-    from meshlm.workers.moe.experts.triton import TritonBatchedExperts
-
-    return TritonBatchedExperts(given)
-
-
+_triton, _triton_batched = (partial(_imported, "triton", name) for name in ("TritonExperts", "TritonBatchedExperts"))
+_packed_batched = partial(_imported, "packed", "PackedBatchedExperts")
 EXPERTS: dict[str, ExpertsKind] = {
     "triton": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
     "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),

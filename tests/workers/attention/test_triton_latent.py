@@ -15,8 +15,7 @@ from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention
 from meshlm.workers.batch import UNKNOWN, KnownRequests, LayerCache, Prompt, StepInputs
 from meshlm.workers.engine.triton_inputs import halves_of
-from meshlm.workers.layers.ops import LatentShape, LayerStep
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import LatentShape, LayerStep, TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("by the interpreter; tests/workers/cuda has the GPU", allow_module_level=True)

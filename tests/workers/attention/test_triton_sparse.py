@@ -14,8 +14,7 @@ from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonSparseAttention
 from meshlm.workers.batch import UNKNOWN, LayerCache
-from meshlm.workers.layers.ops import LatentShape, LayerStep
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import LatentShape, LayerStep, TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("by the interpreter; tests/workers/cuda has the GPU", allow_module_level=True)

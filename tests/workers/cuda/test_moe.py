@@ -19,8 +19,7 @@ from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import Dispatcher, ExpertExtras, ExpertWeights, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import Dispatcher, ExpertExtras, ExpertWeights, FusedMoE, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind
 
 pytestmark = pytest.mark.gpu

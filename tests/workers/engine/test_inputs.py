@@ -20,8 +20,7 @@ from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows

@@ -16,8 +16,7 @@ from meshlm.workers.engine.together import Turns, cut_of, reads_across
 from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.collective import AllGather, Collective, Members
 from meshlm.workers.moe.experts.reference import ReferenceExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import Dispatched, ExpertWeights, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import Dispatched, ExpertWeights, FusedMoE, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind, PartialSum
 from meshlm.workers.rows.step_columns import columns_of
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlm.kernels.gemm import kernel
 from meshlm.kernels.gemm.kernel import add_gemm
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.models.gemma import Gemma

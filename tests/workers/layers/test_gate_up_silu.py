@@ -9,7 +9,7 @@ from two_layers import same_states, two_layers
 pytest.importorskip("triton")
 from meshlm.kernels.gate_up_silu import kernel
 from meshlm.kernels.gate_up_silu.kernel import Shape
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 

@@ -13,7 +13,7 @@ from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.norm.kernel import rms_norm
 from meshlm.kernels.small_m_gemm.kernel import Shape
 from meshlm.workers.layers import triton_ops
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
 from meshlm.workers.models.gemma import Gemma

@@ -12,7 +12,7 @@ from small_models import BLOCK, GEMMA, LATENT, SMALL, caches, load, run
 from torch import Tensor
 
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder, LayerClasses
 from meshlm.workers.output import logprobs

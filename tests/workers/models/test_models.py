@@ -15,7 +15,7 @@ from tiny_models import spec_of, unrotated
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import SHAPES, CompiledLayers, use_cache
 from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder, LayerClasses

@@ -12,8 +12,8 @@ from torch import Tensor
 from meshlm.protocol.config.experts import EPLBConfig
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.lockstep import StepAborted
-from meshlm.workers.layers.torch_ops import TorchOps
-from meshlm.workers.moe.interfaces import NOWHERE, Routing
+from meshlm.workers.layers.ops import TorchOps
+from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 from meshlm.workers.moe.placement import slots
 from meshlm.workers.moe.placement.balance import balance, first_placement, rank_loads
 from meshlm.workers.moe.placement.balancer import Balancer, Experts

@@ -19,8 +19,7 @@ from meshlm.workers.formats.format import plain_experts
 from meshlm.workers.moe.dispatch.collective import Members
 from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import ExpertWeights, Quantisation, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import ExpertWeights, FusedMoE, Quantisation, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import EXPERTS, GROUP_DISPATCHERS
 from meshlm.workers.partial_sum import Kind
 

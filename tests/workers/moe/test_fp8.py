@@ -22,8 +22,7 @@ from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts import triton
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import ExpertWeights, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import ExpertWeights, FusedMoE, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import unsupported_groups
 from meshlm.workers.partial_sum import Kind
 from meshlm.workers.weights.load import load_model

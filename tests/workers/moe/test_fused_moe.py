@@ -16,15 +16,17 @@ from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import KernelWeight, plain_experts
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceExperts
-from meshlm.workers.moe.fused_moe import FusedMoE, refusal, workspaces
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     Dispatcher,
     ExpertExtras,
     ExpertWeights,
+    FusedMoE,
     Quantisation,
     Routing,
     WeightAndReduce,
     WorkspaceShape,
+    refusal,
+    workspaces,
 )
 from meshlm.workers.moe.registry import EXPERTS, _other_activation, make_experts, no_dispatch
 from meshlm.workers.partial_sum import Kind, PartialSum

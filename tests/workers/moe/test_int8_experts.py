@@ -10,8 +10,7 @@ from meshlm.protocol.model import QuantizationScheme
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import ExpertWeights, Quantisation, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import ExpertWeights, FusedMoE, Quantisation, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind
 
 HIDDEN, WIDE, NUM, TOPK = 256, 128, 5, 2

@@ -16,8 +16,8 @@ from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import VECTOR
 from meshlm.workers.distributed.communicator import Communicator, side_by_side
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.summing_ops import SummingOps
-from meshlm.workers.layers.torch_ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 

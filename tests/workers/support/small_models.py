@@ -12,7 +12,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.load import load_model
 

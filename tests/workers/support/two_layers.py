@@ -8,8 +8,7 @@ from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.workers.attention.torch_backend import TorchAttention
-from meshlm.workers.layers.ops import Ops
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import Ops, TorchOps
 from meshlm.workers.models.decoder import Decoder
 
 

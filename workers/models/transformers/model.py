@@ -17,8 +17,7 @@ from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops
-from meshlm.workers.layers.torch_ops import TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_ops
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, KVScale, LayerClasses, LayerExecutor
 from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.look import SHORTEST, attending

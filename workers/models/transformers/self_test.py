@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlm.workers.attention.torch_backend import TorchAttention
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
-from meshlm.workers.layers.torch_ops import TorchOps
+from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.transformers import interface
 from meshlm.workers.models.transformers.config import in_one_line
 from meshlm.workers.models.transformers.look import SHORTEST

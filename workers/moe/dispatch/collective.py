@@ -27,7 +27,7 @@ from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     NOWHERE,
     ActivationFormat,
     Combined,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     NOWHERE,
     ActivationFormat,
     Combined,
@@ -75,24 +75,12 @@ class NoDispatch:
 
 
 @dataclass(slots=True)
-class NoDispatchBatched:
+class NoDispatchBatched(NoDispatch):
     """The same as batches: each expert has room for all tokens. What dispatchers of this format are compared with."""
 
-    first: int
-    count: int
-    num_experts: int
-    kind: Kind = Kind.WHOLE
     name: str = "none, batched"
     format: ActivationFormat = ActivationFormat.BATCHED
     finishes: frozenset[WeightAndReduce] = frozenset((WeightAndReduce.WEIGHTED_SUM,))
-    quantisations: frozenset[Quantisation] = frozenset(Quantisation)
-
-    @property
-    def overlapped(self) -> bool:
-        return False
-
-    def most_tokens(self, tokens: int) -> int:
-        return tokens
 
     def _places(self, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
         """Finds those of [m, k] that are of this rank's experts; of each its expert, and its row there, in the order of tokens."""
@@ -127,7 +115,7 @@ class NoDispatchBatched:
 
 
 class InBatches:
-    """See `meshlm.workers.moe.interfaces.Dispatcher`. Each of this worker's experts has room for all rows that come."""
+    """See `meshlm.workers.moe.fused_moe.Dispatcher`. Each of this worker's experts has room for all rows that come."""
 
     format = ActivationFormat.BATCHED
     finishes = frozenset((WeightAndReduce.WEIGHTED_SUM,))

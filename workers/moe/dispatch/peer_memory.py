@@ -14,7 +14,7 @@ from meshlm.kernels.expert_exchange import kernel
 from meshlm.workers.distributed.peer_rooms import PeerRooms
 from meshlm.workers.moe.dispatch.collective import FINISHES, Members, unpacked
 from meshlm.workers.moe.dispatch.none import weighted_sum
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     ActivationFormat,
     Combined,
     Dispatched,

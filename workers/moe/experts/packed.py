@@ -10,7 +10,7 @@ from meshlm.kernels.packed_experts.kernel import Parts
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.packed_experts.plan import Plan, batched_shapes, kind_of, plan_for, warm_rows
 from meshlm.workers.moe.experts.triton import epilogues
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     ActivationFormat,
     Dispatched,
     ExpertWeights,

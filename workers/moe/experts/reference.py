@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     ActivationFormat,
     Dispatched,
     ExpertWeights,

@@ -23,8 +23,15 @@ from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.packed import PackedBatchedExperts, PackedExperts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
-from meshlm.workers.moe.fused_moe import FusedMoE
-from meshlm.workers.moe.interfaces import UNGATED_ACT, ExpertExtras, Experts, ExpertWeights, Routing, WeightAndReduce
+from meshlm.workers.moe.fused_moe import (
+    UNGATED_ACT,
+    ExpertExtras,
+    Experts,
+    ExpertWeights,
+    FusedMoE,
+    Routing,
+    WeightAndReduce,
+)
 
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile

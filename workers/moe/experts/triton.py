@@ -18,7 +18,7 @@ from meshlm.kernels.quantise_fp8.kernel import quantise
 from meshlm.kernels.quantise_int8.kernel import quantise as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.formats.format import GroupedWeight
-from meshlm.workers.moe.interfaces import (
+from meshlm.workers.moe.fused_moe import (
     ActivationFormat,
     Dispatched,
     ExpertExtras,

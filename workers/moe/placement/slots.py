@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.moe.interfaces import NOWHERE, Routing
+from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 
 TURNS = 60  # 2, 3, 4, 5 and 6 replicas divide it
 
