@@ -1,12 +1,9 @@
 """BLOOM (BigScience 2022): ALiBi, and embeddings that are normed.
-
 ALiBi (Press et al. 2022): attention with linear biases, in the place of positions.
 
 
 MPT (MosaicML 2023): ALiBi, norms and products without biases.
-
 Falcon (Almazrouei et al. 2023): attention and MLP beside one another, behind one norm (7B) or two (40B), or with ALiBi (RW).
-
 Scores have ALiBi's biases before they are divided by the root of a head's size.
 """
 
@@ -87,8 +84,6 @@ BLOOM = layer_norms.FUSED._replace(
     rename=layer_norms.renaming(r"h\.", _BLOOM_OUTSIDE, layer_norms.BLOOM_LAYER, "transformer."),
     gguf=layer_norms.layer_norm_form("bloom", _bloom_gguf),
 )
-
-
 _MPT_NAMES = pairs("""
     hidden_size=d_model num_hidden_layers=n_layers num_attention_heads=n_heads max_position_embeddings=max_seq_len
 """)
@@ -177,8 +172,6 @@ DENSE = layer_norms.FUSED._replace(
     gguf=layer_norms.layer_norm_form("mpt", _mpt_gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),
 )
 _MPT_FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM", gguf=None))
-
-
 _FALCON_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of files before transformers had it
 
 
@@ -248,6 +241,4 @@ FALCON = layer_norms.FUSED._replace(
     ),
     gguf=layer_norms.layer_norm_form("falcon", _falcon_gguf),
 )
-
-
 FAMILIES = (BLOOM, *_MPT_FAMILIES, FALCON)

@@ -128,10 +128,6 @@ def of_sequences(config: dict[str, Any]) -> HeadSpec:
     return sequence.classifier(config, layers=2, bias=(True, True), act="tanh")
 
 
-def of_tokens(config: dict[str, Any]) -> HeadSpec:
-    return sequence.classifier(config, bias=(True,))
-
-
 BERT = Family(
     architecture="BertModel",
     model_type="bert",
@@ -139,7 +135,6 @@ BERT = Family(
     spec=bert_spec,
     weights=bert_weights,
     keys=sequence.KEYS,
-    compiles=False,
     gguf=GGUFFamily("bert", _gguf, frozenset(("attention.causal", "attention.layer_norm_epsilon"))),
     model="meshlm.workers.models.bert:Bert",
     rename=renamed,
@@ -195,14 +190,12 @@ _BERT_FAMILIES = (
         architecture="BertForSequenceClassification", spec=partial(bert_spec, head=of_sequences), serves=Serves.CLASSES
     ),
     OTHER._replace(
-        architecture="BertForTokenClassification", spec=partial(bert_spec, head=of_tokens), serves=Serves.TOKEN_CLASSES
+        architecture="BertForTokenClassification",
+        spec=partial(bert_spec, head=sequence.of_tokens),
+        serves=Serves.TOKEN_CLASSES,
     ),
 )
-
-
 _DENSE_AND_OUT = ("classifier.dense", "classifier.out_proj")
-
-
 _DEFAULTS = {"layer_norm_eps": 1e-12}
 _ROBERTA_FAMILIES = tuple(
     family._replace(architecture=f"{name}{family.architecture}", model_type=kind, defaults=_DEFAULTS)
@@ -218,7 +211,7 @@ _ROBERTA_FAMILIES = tuple(
         ),
         OTHER._replace(
             architecture="ForTokenClassification",
-            spec=partial(bert_spec, padded=True, head=of_tokens),
+            spec=partial(bert_spec, padded=True, head=sequence.of_tokens),
             serves=Serves.TOKEN_CLASSES,
         ),
     )
@@ -230,8 +223,6 @@ _ROBERTA_FAMILIES = tuple(
         spec=partial(bert_spec, padded=True, lexical="bge-m3"),
     ),
 )
-
-
 _OWN = frozenset(
     ["norm_eps", "norm_bias", "hidden_activation", "global_rope_theta", "local_rope_theta", "local_attention"]
     + ["global_attn_every_n_layers", "decoder_bias", "classifier_bias", "classifier_activation", "classifier_pooling"]
@@ -335,7 +326,6 @@ MODERNBERT = Family(
     spec=_modernbert_spec,
     weights=_weights,
     keys=sequence.KEYS | _OWN,
-    compiles=False,
     model="meshlm.workers.models.bert:ModernBert",
     rename=_renamed,
     unread=r"head\..*|decoder\..*|classifier\..*",
@@ -350,6 +340,4 @@ _MODERNBERT_FAMILIES = (
         architecture="ModernBertForTokenClassification", spec=_modernbert_sequence_spec, serves=Serves.TOKEN_CLASSES
     ),
 )
-
-
 FAMILIES = (*_BERT_FAMILIES, *_ROBERTA_FAMILIES, *_MODERNBERT_FAMILIES)

@@ -1,5 +1,4 @@
 """Command R (Cohere 2024): attention and MLP beside one another behind one layer norm, logits multiplied by a number.
-
 Command R7B and Command A (Cohere 2025): Command R of which three layers in four slide, and the others have no positions.
 """
 
@@ -63,11 +62,8 @@ FAMILY = Family(
     keys=KEYS,
     defaults={**DEFAULTS, "rope_theta": 500_000.0},
     gguf=GGUFFamily("command-r", cohere_gguf, GGUF_KEYS, interleaved_heads=True),
-    compiles=False,
     model=MODEL,
 )
-
-
 _EVERY = 4  # of so many layers the last sees all
 _ONLY: dict[str, Any] = {  # published files say these, which transformers takes for granted
     "position_embedding_type": "rope_gptj",
@@ -106,7 +102,6 @@ COHERE2 = Family(
     keys=KEYS | _ONLY.keys() | {"sliding_window_pattern", "_sliding_window_pattern", "layer_switch"},
     defaults={**DEFAULTS, "sliding_window": 4096},
     gguf=GGUFFamily("cohere2", _gguf, GGUF_KEYS | {"attention.sliding_window"}, interleaved_heads=True),
-    compiles=False,
     model=MODEL,
 )
 FAMILIES = (FAMILY, COHERE2)

@@ -31,7 +31,6 @@ NEEDLESS = words("""
     aux_loss_alpha seq_aux ep_size encoder_no_repeat_ngram_size exponential_decay_length_penalty
 """)
 """Training, bookkeeping, transformers' own generation, outputs that are not served, and pretraining_tp, which only splits products."""
-
 _NEEDLESS = re.compile(
     r"_attn_implementation.*|.*dropout.*|.*_pdrop|layerdrop|.*_token_(id|index)|.*init(ializer)?_(range|std|factor)"
 )
@@ -94,10 +93,8 @@ def is_needless(name: str) -> bool:
 
 
 def check(config: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
-    """The keys that are not known, of those that ask for something. Foreign names one that is not honoured.
-
-    honoured: keys that this family honours beyond those of all.
-    """
+    """The keys that are not known, of those that ask for something. Foreign names one that is not honoured. honoured: keys that
+    this family honours beyond those of all."""
     unknown = []
     for name, value in config.items():
         if value is None or name in HONOURED or name in honoured or is_needless(name):

@@ -1,7 +1,5 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on.
-
 DeepSeek-V3 and R1 (DeepSeek-AI 2024): V2 with experts that are scored by sigmoids and chosen with a correction bias.
-
 The layers behind the last, which draft further tokens (multi-token prediction), are not loaded.
 
 
@@ -204,7 +202,6 @@ GGUF_MLA_KEYS = words("""
     attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla
     rope.scaling.yarn_log_multiplier
 """)
-
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -213,11 +210,8 @@ DEEPSEEK_V2 = Family(
     keys=KEYS,
     defaults=DEEPSEEK_V2_DEFAULTS,
     gguf=GGUFFamily("deepseek2", _gguf, GGUF_EXPERT_KEYS | GGUF_MLA_KEYS, experts=True),
-    compiles=False,
     model=MODEL,
 )
-
-
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 DEEPSEEK_V3_DEFAULTS = (
     _MLA
@@ -251,11 +245,8 @@ DEEPSEEK_V3 = Family(
     weights=deepseek_weights,
     keys=KEYS | set(DRAFTS),
     defaults=DEEPSEEK_V3_DEFAULTS,
-    compiles=False,
     model=MODEL,
 )
-
-
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
 _LETTERS = {"F": "full", "S": "shared"}
@@ -287,11 +278,9 @@ def _glm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _shared(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
-    """Which layers attend to what the last index before them has chosen. ValueError.
-
-    indexer_types names the kind of each layer; else index_topk_pattern does, by letters; else every index_topk_freq-th layer behind the
-    first index_skip_topk_offset - 1 has an index, and those have one, too.
-    """
+    """Which layers attend to what the last index before them has chosen. ValueError. indexer_types names the kind of each layer;
+    else index_topk_pattern does, by letters; else every index_topk_freq-th layer behind the first index_skip_topk_offset - 1 has an
+    index, and those have one, too."""
     kinds, pattern = config.get("indexer_types"), config.get("index_topk_pattern")
     if kinds is None and pattern is not None:
         kinds = [_LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str) else pattern
@@ -339,10 +328,8 @@ _V32 = Family(
     weights=partial(deepseek_weights, index=_index),
     keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
     defaults=DEEPSEEK_V3_DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
-    compiles=False,
     model="meshlm.workers.models.deepseek:SparseDeepseek",
 )
-
 _GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")
 _GLM = _V32._replace(
     architecture="GlmMoeDsaForCausalLM",
@@ -352,6 +339,4 @@ _GLM = _V32._replace(
     defaults={**_V32.defaults, "index_n_heads": 32, "n_group": 1, "topk_group": 1},
 )
 _DEEPSEEK_V32_FAMILIES = (_V32, _GLM)
-
-
 FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, *_DEEPSEEK_V32_FAMILIES)

@@ -100,10 +100,8 @@ def layer_types(config: dict[str, Any]) -> list[str] | None:
 
 
 def sliding_layers(config: dict[str, Any], every: int) -> tuple[int, tuple[bool, ...]]:
-    """The window, and which layers have it; 0 and none where none slides.
-
-    every: of so many layers the last sees all, where the file does not name their kinds. ValueError.
-    """
+    """The window, and which layers have it; 0 and none where none slides. every: of so many layers the last sees all, where the
+    file does not name their kinds. ValueError."""
     window, kinds, layers = sliding_window(config), layer_types(config), integer(config, "num_hidden_layers")
     if kinds is not None:
         sliding = tuple(kind == "sliding_attention" for kind in kinds)
@@ -188,10 +186,8 @@ def partial_factor(rotary: int, head_dim: int) -> float:
 
 
 def gguf_sliding(metadata: GGUFMetadata, spec: ModelSpec, every: int, window: int = 0) -> ModelSpec:
-    """The spec with the window and the layers that slide, as the .gguf file says.
-
-    every: of so many layers the last sees all, where the file names none; window: where it has none. MetadataError.
-    """
+    """The spec with the window and the layers that slide, as the .gguf file says. every: of so many layers the last sees all, where
+    the file names none; window: where it has none. MetadataError."""
     get, layers = metadata.get, spec.num_hidden_layers
     window = int(get("attention.sliding_window", window))
     if not window:

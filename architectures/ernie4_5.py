@@ -1,5 +1,4 @@
 """ERNIE 4.5 (Baidu 2025), dense and with experts: a Llama that turns neighbours, whose biases are all there or all missing.
-
 Experts are scored by a softmax and chosen with a correction, and their weights are divided by their sum.
 """
 

@@ -43,10 +43,8 @@ class Layout(Enum):
 
 
 class Weight(NamedTuple):
-    """One tensor of a checkpoint, and the parameter of the module that it fills.
-
-    Weights that name the same parameter are packed into it, one below the other, in the order in which the family lists them.
-    """
+    """One tensor of a checkpoint, and the parameter of the module that it fills. Weights that name the same parameter are packed
+    into it, one below the other, in the order in which the family lists them."""
 
     name: str  # Hugging Face's
     gguf: str  # llama.cpp's
@@ -107,11 +105,9 @@ def stem_of(architecture: str) -> str:
 
 
 class ExpertTensors(NamedTuple):
-    """How a family's files hold the matrices of all experts of a layer in one tensor, each with a row for each input.
-
-    A tensor `<gate_up>` is [experts, hidden, gate and up], `<down>` [experts, wide, hidden]. Names stand behind that of the layer. Each
-    may have a `_bias`, and MXFP4 codes and scales in `_blocks` and `_scales`, whose rows are outputs.
-    """
+    """How a family's files hold the matrices of all experts of a layer in one tensor, each with a row for each input. A tensor
+    `<gate_up>` is [experts, hidden, gate and up], `<down>` [experts, wide, hidden]. Names stand behind that of the layer. Each may
+    have a `_bias`, and MXFP4 codes and scales in `_blocks` and `_scales`, whose rows are outputs."""
 
     expert: (
         str  # with {} for its number: what stands before gate_proj, up_proj and down_proj among the family's weights

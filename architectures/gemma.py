@@ -1,7 +1,5 @@
 """Gemma (Gemma Team 2024), the first: a Llama with scaled embeddings, whose norms' weights are stored as what they have more than 1.
-
 Gemma 2 (Gemma Team 2024): four norms a layer, soft caps of scores and logits, every other layer slides.
-
 A checkpoint holds what its norms' weights have more than 1; a .gguf file holds the weights.
 
 
@@ -62,11 +60,8 @@ GEMMA = Family(
     defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
     gguf=GGUFFamily("gemma", partial(dense_gguf, hidden_act=_ACT)),
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.gemma:Gemma1",
 )
-
-
 SANDWICH_NORMS: Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),
@@ -141,11 +136,8 @@ GEMMA2 = Family(
         keys=frozenset(("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping")),
     ),
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.gemma:Gemma",
 )
-
-
 _GEMMA3_EVERY = 6  # of so many layers the last sees all
 _GEMMA3_LARGEST = 62  # layers of the 27B model, whose query scale a .gguf file does not say
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -190,9 +182,6 @@ GEMMA3 = Family(
     """),
     ),
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.gemma:Gemma",
 )
-
-
 FAMILIES = (GEMMA, GEMMA2, GEMMA3)

@@ -1,5 +1,4 @@
 """Gemma 3n, its text models (Gemma Team 2025): several residuals, embeddings for each layer, layers that share keys and values.
-
 The .gguf files of Gemma 3n: llama.cpp's keys, which give a gate's cut in deviations; some sizes are those of tensors.
 """
 
@@ -92,8 +91,6 @@ GEMMA3N_GGUF = GGUFFamily(
         activation_sparsity_scale
     """),
 )
-
-
 _EVERY = 5  # of so many layers the last sees all
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _SPARSE, _FIRST_SPARSE, _FEWEST = 0.95, 10, 10  # where the file says nothing, of models with more layers
@@ -204,7 +201,6 @@ FAMILY = Family(
     | {"altup_num_inputs": 4, "laurel_rank": 64},
     gguf=GEMMA3N_GGUF,
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.gemma3n:Gemma3n",
     rename=str,
     # Of layers that share, where files have them.

@@ -131,8 +131,6 @@ GEMMA4_GGUF = GGUFFamily(
         final_logit_softcapping
     """),
 )
-
-
 _EVERY = 6  # of so many layers the last sees all, where the file names no kinds
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPES = {
@@ -277,7 +275,6 @@ FAMILY = Family(
     packed=_PACKED,
     gguf=GEMMA4_GGUF,
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.gemma4:Gemma4",
     rename=str,
     # Of layers that share, where files have them.

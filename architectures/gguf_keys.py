@@ -34,10 +34,8 @@ _TOP = ("general.", "tokenizer.", "quantize.", "split.")
 
 
 def check(fields: dict[str, Any], architecture: str, honoured: Set[str] = frozenset()) -> tuple[str, ...]:
-    """honoured: keys of this family alone; those before which the architecture does not stand by their whole names.
-
-    Notes for the user. ValueError names what is not honoured.
-    """
+    """honoured: keys of this family alone; those before which the architecture does not stand by their whole names. Notes for the
+    user. ValueError names what is not honoured."""
     kind = fields.get("general.type", "model")
     if kind != "model":
         raise ValueError(f"general.type is {shown(kind)}; a model is what can be served")

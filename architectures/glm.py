@@ -1,17 +1,13 @@
 """GLM-4 of 2024, as transformers has it (GLM Team 2024): a Llama that turns half of each head, neighbour by neighbour.
-
 GLM-4-0414 and GLM-Z1 (GLM Team 2025): GLM with norms behind attention and MLP, too.
 
 
 GLM-4.5, 4.6 and 4.7 (GLM Team 2025): experts scored by sigmoids behind some dense layers, and half of each head is turned.
-
 The layers behind the last, which draft further tokens, are not loaded.
 
 
 dots.llm1 (rednote-hilab 2025): experts scored by sigmoids, query and key heads normed; layers may slide.
-
 MiniMax-M2 (MiniMax 2025): experts that are scored by sigmoids and chosen with a correction bias; norms over all heads together.
-
 Files name them as Mixtral's do. The modules that draft further tokens (MTP) are not loaded.
 """
 
@@ -67,16 +63,12 @@ GLM = Family(
     defaults=DEFAULTS,
     gguf=GGUFFamily("chatglm", glm_gguf, packed=weights.GGUF_GATE_UP),
 )
-
-
 _NORMS: weights.Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_self_attn_layernorm", "post_attention_norm", "attention_out_norm"),
     ("post_attention_layernorm", "ffn_norm", "post_norm"),
     ("post_mlp_layernorm", "post_ffw_norm", "mlp_out_norm"),
 )
-
-
 GLM4 = Family(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
@@ -85,12 +77,9 @@ GLM4 = Family(
     packed=PACKED,
     defaults=DEFAULTS,
     gguf=GGUFFamily("glm4", glm_gguf, packed=weights.GGUF_GATE_UP),
-    compiles=False,
     model="meshlm.workers.models.gemma:Sandwich",
 )
 _GLM_FAMILIES = (GLM, GLM4)
-
-
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 SIGMOID = MoESpec(
     num_experts=1,
@@ -162,8 +151,6 @@ DOTS1 = Family(
     gguf=GGUFFamily("dots1", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
 )
-
-
 _WANTED: dict[str, Any] = {
     "qk_norm_type": "per_layer",
     "scoring_func": "sigmoid",
@@ -215,9 +202,6 @@ MINIMAX_M2 = Family(
     rename=_renamed,
     unread=r"(model\.)?mtp.*",
     gguf=GGUFFamily("minimax-m2", _gguf, GGUF_EXPERT_KEYS, experts=True),
-    compiles=False,
     model="meshlm.workers.models.post_norm:Olmoe",
 )
-
-
 FAMILIES = (*_GLM_FAMILIES, GLM4_MOE, DOTS1, MINIMAX_M2)

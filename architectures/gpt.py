@@ -91,8 +91,6 @@ GPT_NEOX = layer_norms.FUSED._replace(
     unread=r"model\.layers\.\d+\.attention\.(rotary_emb\.inv_freq|masked_bias|bias)|model\.layers\.\d+\.attention\.rotary_emb.*",
     gguf=layer_norms.layer_norm_form("gptneox", _gpt_neox_gguf, "use_parallel_residual"),
 )
-
-
 _GPTJ_ORDER = LayerNormSpec(parallel=1, head_bias=True)
 
 
@@ -132,8 +130,6 @@ GPTJ = layer_norms.LAYER_NORMS._replace(
     ),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
 )
-
-
 _OFFSET = 2
 
 
@@ -201,8 +197,6 @@ STABLELM = layer_norms.LAYER_NORMS._replace(
     | {"layer_norm_eps": 1e-5, "hidden_act": "silu"},
     gguf=layer_norms.layer_norm_form("stablelm", _stablelm_gguf, "use_parallel_residual"),
 )
-
-
 _ORDER = LayerNormSpec()
 
 
@@ -239,6 +233,4 @@ STARCODER2 = layer_norms.LAYER_NORMS._replace(
     rename=layer_norms.renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     gguf=layer_norms.layer_norm_form("starcoder2", _starcoder2_gguf),
 )
-
-
 FAMILIES = (GPT2, GPT_NEOX, GPTJ, OPT, STABLELM, STARCODER2)

@@ -28,8 +28,6 @@ PACKED_EXPERTS = {
     f"{_EXPERTS}.gate_up_proj": (f"{_EXPERTS}.{{}}.gate_proj", f"{_EXPERTS}.{{}}.up_proj"),
     f"{_EXPERTS}.down_proj": (f"{_EXPERTS}.{{}}.down_proj",),
 }
-
-
 GGUF_SCALES = words("embedding_scale logit_scale residual_scale attention.scale")
 
 
@@ -134,8 +132,6 @@ EXPERTS = Family(
     rename=renamed_experts,
     compiles=False,
 )
-
-
 _KINDS = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
 
 
@@ -213,7 +209,6 @@ FAMILY = Family(
         packed=states.GGUF_PACKED,
         interleaved_heads=True,
     ),
-    compiles=False,
     model=states.MODEL,
 )
 FAMILIES = (DENSE, EXPERTS, FAMILY)

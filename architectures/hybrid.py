@@ -1,7 +1,5 @@
 """Bamba (IBM 2024): Mamba-2 layers, a few with attention between them, and an MLP in each.
-
 Falcon-H1 (TII 2025): attention and Mamba-2 beside one another in each layer, over one norm and into one sum; numbers multiply both.
-
 They are multiplied into the weights while these load, so one product makes the inputs of both, and one takes their outputs.
 
 
@@ -64,11 +62,8 @@ BAMBA = Family(
     | {"rms_norm_eps": 1e-5, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
     packed=PACKED,
     rename=_renamed,
-    compiles=False,
     model=MODEL,
 )
-
-
 _ONE = words("""
     embedding_multiplier lm_head_multiplier key_multiplier attention_in_multiplier attention_out_multiplier
     ssm_in_multiplier ssm_out_multiplier
@@ -185,11 +180,8 @@ FALCON_H1 = Family(
     packed=PACKED,
     rename=_renamed,
     gguf=GGUFFamily("falcon-h1", _falcon_h1_gguf, GGUF_STATE, packed=GGUF_PACKED),
-    compiles=False,
     model="meshlm.workers.models.hybrid:FalconH1",
 )
-
-
 _NAMES = weights.ExpertNames(router="feed_forward.router", expert="feed_forward.experts.{}")
 
 
@@ -239,9 +231,6 @@ JAMBA = Family(
     | {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2},
     rename=_renamed,
     gguf=GGUFFamily("jamba", _jamba_gguf, GGUF_KEYS | GGUF_MAMBA_STATE, experts=True),
-    compiles=False,
     model="meshlm.workers.models.hybrid:Jamba",
 )
-
-
 FAMILIES = (BAMBA, FALCON_H1, JAMBA)

@@ -163,7 +163,6 @@ LAYER_NORMS = Family(
     model_type="",
     spec=partial(layer_norm_spec, order=LayerNormSpec(), eps="layer_norm_eps"),
     weights=layer_norm_weights,
-    compiles=False,
     model="meshlm.workers.models.layer_norm:LayerNormDecoder",
 )
 """What families of decoders with layer norms have in common; each says the rest."""

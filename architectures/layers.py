@@ -1,5 +1,4 @@
 """Changes of some of a model's layers, for families whose layers differ, and the sizes of mixtures of experts as files give them.
-
 `which` names layers from the first on; empty: all of them.
 """
 

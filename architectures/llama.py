@@ -1,20 +1,11 @@
 """Llama (Touvron et al. 2023; Grattafiori et al. 2024).
-
 Helium (Kyutai 2025): a Llama that turns neighbours.
-
 Seed-OSS (ByteDance Seed 2025): a Llama whose output projection may have a bias of its own.
-
 SmolLM3 (Bakouch et al. 2025): a Llama of which every fourth layer has no positions.
-
 HunYuan dense (Tencent 2025): a Llama whose query and key heads are normed behind their rotation.
-
 rope_type dynamic with an alpha stretches the base of the rotation once, whatever the length of a text.
-
-
 Apertus (Swiss AI 2025): a Llama with norms of its query and key heads, and an MLP without a gate whose function is learned (xIELU).
-
 Numbers of that function are tensors of a checkpoint; a .gguf file has them in its metadata.
-
 Mistral (Jiang et al. 2023): a Llama whose layers may all slide. llama.cpp calls it llama.
 Ministral (Mistral AI 2024): Mistral of which some layers slide and the others see all.
 Ministral 3 and its like (Mistral AI 2025): Mistral with YaRN, whose queries grow with their position, as some of Llama 4's do.
@@ -83,8 +74,6 @@ SEED_OSS = Family(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288},
     gguf=GGUFFamily("seed_oss", dense_gguf),
 )
-
-
 _EVERY = 4  # of so many layers the last has no positions
 
 
@@ -120,8 +109,6 @@ SMOLLM3 = Family(
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     gguf=GGUFFamily("smollm3", _smollm3_gguf, interleaved_heads=True),
 )
-
-
 _WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
 _WITH_ALPHA = words("rope_type type rope_theta alpha beta_fast beta_slow factor mscale mscale_all_dim")
 
@@ -163,11 +150,8 @@ HUNYUAN = Family(
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     rename=_renamed,
     gguf=GGUFFamily("hunyuan-dense", partial(dense_gguf, qk_norm=True)),
-    compiles=False,
     model="meshlm.workers.models.llama_variants:HunYuan",
 )
-
-
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
 _NORMS: weights.Norms = (
@@ -224,11 +208,8 @@ APERTUS = Family(
     weights=_apertus_weights,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 12e6, "max_position_embeddings": 65536},
     gguf=GGUFFamily("apertus", _apertus_gguf, frozenset(f"xielu.{name}" for name in NUMBERS)),
-    compiles=False,
     model="meshlm.workers.models.llama_variants:Apertus",
 )
-
-
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
@@ -253,8 +234,6 @@ MINISTRAL = Family(
     weights=transformer_weights,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072},
 )
-
-
 _BETA, _CONTEXT = "llama_4_scaling_beta", "max_position_embeddings"
 _MISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embeddings": 16384} | {
     "factor": 16.0,
@@ -272,13 +251,16 @@ def _ministral3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     spec = dense_spec({**config, "rope_scaling": None, "rope_parameters": plain}, architecture)
     window = one_window(config, spec, slides=True)
     spec = with_attention(replace(spec, max_position_embeddings=int(config[_CONTEXT])), sliding_window=window)
-    beta = number(given.get(_BETA) or 0.0, _BETA)
-    if not beta:
-        return spec
+    missing = ValueError(f"{_BETA} needs original_max_position_embeddings (rope_parameters)")
+    return _growing(spec, number(given.get(_BETA) or 0.0, _BETA), missing)
+
+
+def _growing(spec: ModelSpec, beta: float, missing: ValueError) -> ModelSpec:
+    """The spec whose queries grow with their position, where beta is not 0. missing: raised where no context is known."""
     floor = spec.rope.original_max_position_embeddings
-    if floor < 1:
-        raise ValueError(f"{_BETA} needs original_max_position_embeddings (rope_parameters)")
-    return replace(spec, attn_temperature=(beta, float(floor)))
+    if beta and floor < 1:
+        raise missing
+    return replace(spec, attn_temperature=(beta, float(floor))) if beta else spec
 
 
 def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -286,13 +268,8 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     spec, get = dense_gguf(metadata, architecture), metadata.get
     if float(get("rope.scaling.yarn_log_multiplier", 0.0)):  # rotation is not multiplied then
         spec = replace(spec, rope=replace(spec.rope, attention_factor=1.0))
-    beta = float(get("attention.temperature_scale", 0.0))
-    if not beta:
-        return spec
-    floor = spec.rope.original_max_position_embeddings
-    if floor < 1:
-        raise MetadataError(f"metadata {metadata.kind}.rope.scaling.original_context_length is missing")
-    return replace(spec, attn_temperature=(beta, float(floor)))
+    missing = MetadataError(f"metadata {metadata.kind}.rope.scaling.original_context_length is missing")
+    return _growing(spec, float(get("attention.temperature_scale", 0.0)), missing)
 
 
 MINISTRAL3 = Family(
@@ -307,11 +284,8 @@ MINISTRAL3 = Family(
         frozenset(("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")),
         interleaved_heads=True,
     ),
-    compiles=False,
     model="meshlm.workers.models.llama_variants:Ministral3",
 )
-
-
 MIXTRAL_NAMES = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}", "w1", "w3", "w2")
 
 

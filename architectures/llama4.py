@@ -1,5 +1,4 @@
 """Llama 4, its text models (Meta 2025): layers that see a chunk of the text, layers without positions that see all, and experts.
-
 An expert's input is multiplied by the sigmoid of its score. Heads of layers with positions may be normed, without a weight.
 """
 
@@ -134,6 +133,5 @@ FAMILY = Family(
         "feed_forward.experts.down_proj",
         interleaved=False,
     ),
-    compiles=False,
     model="meshlm.workers.models.llama_variants:Llama4",
 )

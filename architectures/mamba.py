@@ -1,5 +1,4 @@
 """Mamba-2 (Dao and Gu 2024): no attention and no MLP, so a sequence of any length has one state.
-
 Mamba (Gu and Dao 2023) and Falcon Mamba (TII 2024), which norms what its scan gets: no attention and no MLP.
 """
 
@@ -90,11 +89,8 @@ MAMBA2 = Family(
     packed=states.PACKED,
     rename=renamed,
     gguf=GGUFFamily("mamba2", _mamba2_gguf, states.GGUF_STATE, packed=states.GGUF_PACKED),
-    compiles=False,
     model=states.MODEL,
 )
-
-
 _MAMBA_NAMES = pairs("""
     mamba_d_state=state_size mamba_d_conv=conv_kernel mamba_expand=expand mamba_dt_rank=time_step_rank
     mamba_conv_bias=use_conv_bias mamba_proj_bias=use_bias
@@ -134,7 +130,6 @@ _MAMBA = Family(
     | {"hidden_size": 768, "state_size": 16, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": True},
     rename=renamed,
     gguf=GGUFFamily("mamba", _mamba_gguf, states.GGUF_MAMBA_STATE | {"ssm.dt_b_c_rms"}),
-    compiles=False,
     model="meshlm.workers.models.hybrid:Jamba",
 )
 _FALCON = _MAMBA._replace(

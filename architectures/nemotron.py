@@ -20,24 +20,15 @@ from meshlm.protocol.layers import Layers, LayerSpec, MoESpec, StateSpec
 from meshlm.protocol.model import LayerNormSpec, ModelSpec
 
 _ORDER = LayerNormSpec()
-
-
-def _nemotron_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec = layer_norms.layer_norm_spec(config, architecture, _ORDER, eps="norm_eps")
-    return replace(spec, output_bias=spec.attention_bias)
-
-
 NEMOTRON = layer_norms.LAYER_NORMS._replace(
     architecture="NemotronForCausalLM",
     model_type="nemotron",
-    spec=_nemotron_spec,
+    spec=partial(layer_norms.layer_norm_spec, order=_ORDER, eps="norm_eps"),
     weights=partial(layer_norms.layer_norm_weights, plus=1.0),
     keys=words("norm_eps"),
     defaults={"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5, "max_position_embeddings": 4096},
     gguf=layer_norms.layer_norm_form("nemotron", partial(layer_norms.layer_norm_gguf, order=_ORDER, act="relu2")),
 )
-
-
 _NAMES = {
     "mamba_n_heads": "mamba_num_heads",
     "mamba_d_head": "mamba_head_dim",
@@ -55,7 +46,6 @@ _KINDS = pairs("""
     mamba=state linear_attention=state attention=attention full_attention=attention mlp=mlp moe=moe
 """)
 _NAMES_OF_EXPERTS = weights.ExpertNames(router="mixer.gate", expert="mixer.experts.{}", shared="mixer.shared_experts")
-
 _PACKED = {
     stem.replace("mamba.", "mixer."): tuple(one.replace("mamba.", "mixer.") for one in names)
     for stem, names in states.PACKED.items()
@@ -217,9 +207,6 @@ NEMOTRON_H = Family(
         packed=states.GGUF_PACKED,
     ),
     unread=r"(model\.)?mtp\..*",
-    compiles=False,
     model="meshlm.workers.models.hybrid:NemotronH",
 )
-
-
 FAMILIES = (NEMOTRON, NEMOTRON_H)

@@ -1,12 +1,7 @@
 """OLMo (Groeneveld et al. 2024), the first: layer norms without weights, and queries, keys and values that may be clipped.
-
 OLMo 2 (OLMo Team 2024): norms behind attention and MLP, and over all query heads together, all key heads together.
-
 OLMo 3 (OLMo Team 2025): OLMo 2 of which three layers in four slide; only those that see all are stretched by YaRN.
-
 OLMoE (Muennighoff et al. 2024): experts in each layer; norms over all query heads together, all key heads together.
-
-
 EXAONE 4 (LG AI Research 2025): norms behind attention and MLP. Where some layers slide, the others have no positions.
 """
 
@@ -46,8 +41,6 @@ OLMO = LAYER_NORMS._replace(
     defaults={"hidden_act": "silu", "max_position_embeddings": 2048},
     gguf=layer_norm_form("olmo", _olmo_gguf, "attention.clamp_kqv", interleaved_heads=True),
 )
-
-
 POST_NORMS: Norms = (
     ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),
     ("post_feedforward_layernorm", "post_ffw_norm", "mlp_out_norm"),
@@ -85,11 +78,8 @@ OLMO2 = Family(
     weights=_OLMO_WEIGHTS,
     defaults=DEFAULTS,
     gguf=GGUFFamily("olmo2", _olmo2_gguf, dense.GGUF_SLIDING | {"rope.freq_base_swa"}),
-    compiles=False,
     model="meshlm.workers.models.post_norm:Olmo",
 )
-
-
 _OLMO3_EVERY = 4  # of so many layers the last sees all
 _THETA = 500_000.0
 
@@ -108,7 +98,6 @@ OLMO3 = Family(
     spec=_olmo2_spec,
     weights=_OLMO_WEIGHTS,
     defaults={**DEFAULTS, "sliding_window": 4096},
-    compiles=False,
     model="meshlm.workers.models.post_norm:Olmo",
 )
 
@@ -134,12 +123,9 @@ OLMOE = Family(
     keys=words("clip_qkv num_experts num_experts_per_tok norm_topk_prob"),
     defaults={**DEFAULTS, "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8},
     gguf=GGUFFamily("olmoe", _olmoe_gguf, layers.GGUF_KEYS | {"attention.clamp_kqv"}, experts=True),
-    compiles=False,
     model="meshlm.workers.models.post_norm:Olmoe",
 )
 _OLMO2_FAMILIES = (OLMO2, OLMO3, OLMOE)
-
-
 _EXAONE4_EVERY = 4  # of so many layers the last sees all
 _LARGE, _WINDOW = 64, 4096  # layers of the 32B model, and its window
 
@@ -170,9 +156,6 @@ EXAONE4 = Family(
     keys=frozenset(("sliding_window_pattern",)),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096},
     gguf=GGUFFamily("exaone4", _exaone4_gguf, dense.GGUF_SLIDING),
-    compiles=False,
     model="meshlm.workers.models.post_norm:PostNorm",
 )
-
-
 FAMILIES = (OLMO, *_OLMO2_FAMILIES, EXAONE4)

@@ -10,6 +10,12 @@ from msgspec.structs import replace
 from meshlm.architectures.config_values import names, one_of, only, same, shown
 from meshlm.protocol.model import QuantizationScheme, QuantizationSpec
 
+
+def group_scheme(**fields: Any) -> QuantizationScheme:
+    """Codes of groups of inputs, and activations as they are."""
+    return QuantizationScheme(weight="group", activation="none", **fields)
+
+
 BLOCK = 64  # codes that share a scale
 _SETTINGS = (
     "quant_method load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit bnb_4bit_quant_type bnb_4bit_use_double_quant"
@@ -31,10 +37,8 @@ def read_bitsandbytes(config: dict[str, Any]) -> QuantizationSpec:
 
 def bitsandbytes_spec(kind: str, ignore: tuple[str, ...] = (), *, online: bool = True) -> QuantizationSpec:
     """kind: nf4 or fp4. online: of plain weights, while they are loaded."""
-    scheme = QuantizationScheme(
+    scheme = group_scheme(
         targets=("Linear",),
-        weight="group",
-        activation="none",
         bits=4,
         weight_group=BLOCK,
         files="bitsandbytes",
@@ -93,10 +97,8 @@ def _gptq_scheme(
     files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"],
 ) -> QuantizationScheme:
     one_of(config, "desc_act", (True, False, None))
-    return QuantizationScheme(
+    return group_scheme(
         targets=targets,
-        weight="group",
-        activation="none",
         bits=one_of(config, "bits", (4, 8)),
         weight_group=one_of(config, "group_size", GROUPS),
         zeros=True,
@@ -122,10 +124,8 @@ def read_awq(config: dict[str, Any]) -> QuantizationSpec:
     _same_names(config)
     bits, group = ("bits", "group_size") if "bits" in config else ("w_bit", "q_group_size")
     excepted = tuple(f"re:.*{re.escape(name)}" for name in names(config, "modules_to_not_convert"))
-    scheme = QuantizationScheme(
+    scheme = group_scheme(
         targets=("Linear",),
-        weight="group",
-        activation="none",
         bits=one_of(config, bits, (4,)),
         weight_group=one_of(config, group, GROUPS),
         zeros=True,
@@ -141,10 +141,8 @@ def packed_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> Quantiza
     symmetric = one_of(weights, "symmetric", (True, False))
     order = one_of(weights, "actorder", ("group", "weight", "static", False, None))
     size = one_of(weights, "group_size", GROUPS[:3]) if strategy == "group" else -1
-    return QuantizationScheme(
+    return group_scheme(
         targets=targets,
-        weight="group",
-        activation="none",
         bits=bits,
         weight_group=size,
         zeros=not symmetric,
@@ -158,14 +156,8 @@ def mxfp4_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> Quantizat
     one_of(weights, "num_bits", (4,))
     one_of(weights, "strategy", ("group",))
     one_of(weights, "symmetric", (True, None))
-    return QuantizationScheme(
-        targets=targets,
-        weight="group",
-        activation="none",
-        bits=4,
-        weight_group=one_of(weights, "group_size", (32,)),
-        files="mxfp4",
-        values="mxfp4",
+    return group_scheme(
+        targets=targets, bits=4, weight_group=one_of(weights, "group_size", (32,)), files="mxfp4", values="mxfp4"
     )
 
 
@@ -192,8 +184,6 @@ TENSORS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "mxfp4": {"weight_packed": ("weight", ("U8",)), "weight_scale": ("weight_scale", ("U8",))},
 }
 """By layout: the tensors that stand for a layer's weight, what each of them is, and the types it may have."""
-
-
 STATE = "bitsandbytes__"
 _STATES = {"absmax": ("F32", "U8"), "quant_map": ("F32",), "nested_absmax": ("F32",), "nested_quant_map": ("F32",)}
 """What bitsandbytes has behind the name of a weight, beside a tensor whose last part begins with STATE."""

@@ -90,8 +90,6 @@ PHI3 = Family(
         "phi3", _phi3_gguf, frozenset(("attention.sliding_window", "rope.scaling.attn_factor")), packed=GGUF_GATE_UP
     ),
 )
-
-
 _JITTER = 0.01
 _MSCALES = ("short_mscale", "long_mscale")
 
@@ -144,10 +142,7 @@ _FAMILY = Family(
         GGUF_KEYS | frozenset(("attention.sliding_window", "rope.scaling.attn_factor")),
         experts=True,
     ),
-    compiles=False,
     model="meshlm.workers.models.layer_norm:PhiMoE",
 )
 _PHIMOE_FAMILIES = (_FAMILY, _FAMILY._replace(architecture="PhiMoEForCausalLM", gguf=None))
-
-
 FAMILIES = (PHI, PHI3, *_PHIMOE_FAMILIES)

@@ -1,11 +1,7 @@
 """Qwen2 (Yang et al. 2024): biases of query, key and value; the layers from max_window_layers on may slide.
-
 Qwen3 (Yang et al. 2025): norms of query and key heads in place of Qwen2's biases.
-
 Qwen2-MoE (Yang et al. 2024): Qwen2 with many small experts, and one that every token goes to, behind a sigmoid gate.
-
 Qwen3-MoE (Yang et al. 2025): Qwen3 with many small experts and none that every token goes to.
-
 Qwen (Bai et al. 2023): a Llama with biases of query, key and value.
 
 Its own code changes the rotation, and lengthens queries, where a text is longer than `seq_length`; that is the context here.
@@ -83,8 +79,6 @@ QWEN3 = Family(
     defaults={**QWEN2_DEFAULTS, "head_dim": 128},
     gguf=GGUFFamily("qwen3", partial(dense_gguf, qk_norm=True)),
 )
-
-
 KEYS = frozenset(
     ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
     + ("mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias")
@@ -134,8 +128,6 @@ QWEN2_MOE = Family(
     gguf=GGUFFamily("qwen2moe", _qwen2_moe_gguf, GGUF_KEYS | {"expert_shared_feed_forward_length"}, experts=True),
     compiles=False,
 )
-
-
 QWEN3_MOE_DEFAULTS = {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096} | {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
@@ -171,8 +163,6 @@ QWEN3_MOE = Family(
     compiles=False,
     experts=ExpertTensors("mlp.experts.{}", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=False),
 )
-
-
 _NAMES = pairs("""
     rms_norm_eps=layer_norm_epsilon head_dim=kv_channels rope_theta=rotary_emb_base
     max_position_embeddings=seq_length
@@ -226,6 +216,4 @@ QWEN = Family(
     ),
     gguf=GGUFFamily("qwen", _qwen_gguf, packed=GGUF_QKV),
 )
-
-
 FAMILIES = (QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, QWEN)

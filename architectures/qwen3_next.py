@@ -175,11 +175,8 @@ QWEN3_NEXT = Family(
         packed=GGUF_PACKED,
         delta_by_kind=True,
     ),
-    compiles=False,
     model="meshlm.workers.models.qwen3_next:Qwen3Next",
 )
-
-
 _KEYS = STATE_KEYS | words("attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers")
 
 
@@ -231,7 +228,6 @@ _DENSE = Family(
     rename=str,
     unread=DRAFTS,
     gguf=GGUFFamily("qwen35", _qwen3_5_gguf, _GGUF_KEYS, packed=GGUF_PACKED),
-    compiles=False,
     model=_MODEL,
 )
 _EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512} | {
@@ -257,6 +253,4 @@ _MOE = _DENSE._replace(
     },
 )
 _QWEN3_5_FAMILIES = (_DENSE, _MOE)
-
-
 FAMILIES = (QWEN3_NEXT, *_QWEN3_5_FAMILIES)

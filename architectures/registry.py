@@ -1,5 +1,4 @@
 """Model families by the name of their architecture. A plug-in adds its own with `register`.
-
 A family of our own is imported when a model of it is asked for: a process that serves one model needs one.
 """
 
@@ -100,7 +99,6 @@ _TRANSFORMERS = Family(
     model_type="",
     spec=_not_by_name,
     weights=lambda spec: iter(()),
-    compiles=False,
     model="meshlm.workers.models.transformers.model:TransformersModel",
 )
 """Any causal decoder of the transformers library (--model-impl transformers), by transformers' own modules with our attention; no
@@ -169,6 +167,8 @@ def _family(architecture: str) -> Family:
             vectors = import_module("meshlm.architectures.sequence").vector_families
             several = tuple(made for family in several for made in vectors(family))
         found = next(family for family in several if family.architecture == architecture)
+        if found.model != Family._field_defaults["model"]:  # workers/models/compiled.py knows decoder.py's layers
+            found = found._replace(compiles=False)
         _FAMILIES[architecture] = found
     return found
 

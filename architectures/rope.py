@@ -77,10 +77,8 @@ def rope_kind(raw: dict[str, Any]) -> Any:
 
 
 def ropes_by_kind(config: dict[str, Any], theta: Any, sliding_theta: Any) -> tuple[RopeSpec, RopeSpec]:
-    """The RoPEs of the layers that see all, and of those that slide; newer files give them by kind of layer.
-
-    theta, sliding_theta: where rope_parameters says none. Old keys are those of the layers that see all. ValueError.
-    """
+    """The RoPEs of the layers that see all, and of those that slide; newer files give them by kind of layer. theta, sliding_theta:
+    where rope_parameters says none. Old keys are those of the layers that see all. ValueError."""
     given = config.get("rope_parameters") or {}
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(given, dict) or not all(isinstance(given.get(kind) or {}, dict) for kind in kinds):

@@ -68,6 +68,10 @@ def num_labels(config: dict[str, Any]) -> int:
     return integer(config, "num_labels", 2)
 
 
+def of_tokens(config: dict[str, Any]) -> HeadSpec:
+    return classifier(config, bias=(True,))
+
+
 def scores(config: dict[str, Any], labels: int) -> str:
     """The function that makes scores of logits, by what the file says of the model's training. ValueError."""
     kind = config.get("problem_type")
@@ -138,7 +142,7 @@ def vector_families(family: Family) -> tuple[Family, ...]:
         plain._replace(
             architecture=f"{stem}ForTokenClassification",
             serves=Serves.TOKEN_CLASSES,
-            spec=_with_head(family, _of_tokens),
+            spec=_with_head(family, of_tokens),
             weights=_weights(family, ("score",)),
         ),
     ]
@@ -210,10 +214,6 @@ def _score(config: dict[str, Any]) -> HeadSpec:
         raise ValueError(f"method {shown(method)} with {len(ids)} tokens of classifier_from_token is not supported")
     labels = 1 if method == "from_2_way_softmax" else len(ids)
     return HeadSpec(num_labels=labels, token_ids=tuple(ids), activation="sigmoid" if labels == 1 else "softmax")
-
-
-def _of_tokens(config: dict[str, Any]) -> HeadSpec:
-    return classifier(config, bias=(True,))
 
 
 def _reward(config: dict[str, Any]) -> HeadSpec:

@@ -130,11 +130,8 @@ LFM2 = Family(
         packed={f"{_CONV}.in_proj": tuple(f"{_CONV}.{part}_proj" for part in _PARTS)},
     ),
     rename=_lfm2_renamed,
-    compiles=False,
     model="meshlm.workers.models.hybrid:Lfm2",
 )
-
-
 _GEMMA_NORMS: Norms = (("temporal_pre_norm", "", "input_norm"), ("channel_pre_norm", "", "post_norm"))
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -215,9 +212,6 @@ RECURRENT_GEMMA = Family(
     | {"tie_word_embeddings": True},
     rename=_recurrent_gemma_renamed,
     float16=False,
-    compiles=False,
     model="meshlm.workers.models.recurrent_gemma:RecurrentGemma",
 )
-
-
 FAMILIES = (LFM2, RECURRENT_GEMMA)

@@ -23,8 +23,6 @@ GGUF_PACKED: Mapping[str, tuple[str, ...]] = {
 }
 GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count")
 MODEL = "meshlm.workers.models.hybrid:Hybrid"
-
-
 _INFINITE: tuple[Any, ...] = (
     "inf",
     "Infinity",

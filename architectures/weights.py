@@ -46,10 +46,9 @@ def transformer_weights(
     mlp: tuple[str, str, str] = MLP_NAMES,
     experts: ExpertNames = NAMES,
 ) -> Iterator[Weight]:
-    """Every tensor of a decoder: what each layer's record says that it has, and these norms. norm_plus: see Weight.plus, of all norms.
-
-    attention, state: those of a layer that attends, or keeps a state, where the family's differ from Llama's. mlp: see `mlp_weights`.
-    """
+    """Every tensor of a decoder: what each layer's record says that it has, and these norms. norm_plus: see Weight.plus, of all
+    norms. attention, state: those of a layer that attends, or keeps a state, where the family's differ from Llama's. mlp: see
+    `mlp_weights`."""
 
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         if layer.attention is not None:

@@ -125,6 +125,5 @@ FAMILY = Family(
             final_layer_norm=post_attention_layernorm fc1=mlp.up_proj fc2=mlp.down_proj
         """),
     ),
-    compiles=False,
     model="meshlm.workers.models.whisper:Whisper",
 )

@@ -18,11 +18,9 @@ class AuxStream:
             self._begun, self._ended = cuda.Event(), cuda.Event()
 
     def both(self, first: Callable[[], object], second: Callable[[], object]) -> None:
-        """Behind what the current stream has so far, `second` beside `first`; what follows on it waits for both.
-
-        What they use stays allocated until this returns, so it needs no record of the second stream. `first` begins first: the GPU
-        places all of its programs before any of the other's.
-        """
+        """Behind what the current stream has so far, `second` beside `first`; what follows on it waits for both. What they use
+        stays allocated until this returns, so it needs no record of the second stream. `first` begins first: the GPU places all of
+        its programs before any of the other's."""
         if not self._here:
             first()
             second()

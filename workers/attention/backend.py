@@ -23,18 +23,14 @@ class StepAttention(Protocol):
         self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
         """qkv [t, (heads + 2 kv_heads) d] as projected -> [t, heads, d]. Keys and values are in the cache afterwards.
-
-        sliding_window 0: all keys.
-        """
+        sliding_window 0: all keys."""
 
     def attend_latent(
         self, query: Tensor, latent: Tensor, step: LayerStep, heads: LatentShape, scale: float, chosen: ToChoose = None
     ) -> Tensor:
         """Multi-head latent attention: query [t, heads, nope + rotary], latent [t, rank + rotary] as projected -> [t, heads, wide].
-
-        Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated. chosen: a query attends to the
-        tokens that this chooses, whose keys are in the cache afterwards, behind the latents, or to the last index's choice.
-        """
+        Both may be changed. The latents are in the cache afterwards, normed and with their keys rotated. chosen: a query attends to
+        the tokens that this chooses, whose keys are in the cache afterwards, behind the latents, or to the last index's choice."""
 
     def attend_cross(self, query: Tensor, cache: CrossCache, scale: float) -> Tensor:
         """query [t, heads, d] -> [t, heads, d]: each token sees all that an encoder left for its request."""

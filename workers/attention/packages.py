@@ -39,11 +39,9 @@ class Prompts(NamedTuple):
 
     @classmethod
     def of(cls, known: KnownRequests, blocks: Tensor, page: int, window: int) -> "Prompts":
-        """blocks int32 [rows, pages]: the block tables of all rows.
-
-        Pages before every token's window may have a new owner and hold anything, NaN too, and a package may read a whole tile of keys
-        of which few are seen: prompts begin behind them. What a token sees is counted from its own place, so nothing else changes.
-        """
+        """blocks int32 [rows, pages]: the block tables of all rows. Pages before every token's window may have a new owner and hold
+        anything, NaN too, and a package may read a whole tile of keys of which few are seen: prompts begin behind them. What a
+        token sees is counted from its own place, so nothing else changes."""
         prompts = known.prompts
         oldest = [max(0, prompt.start - window + 1) // page if window else 0 for prompt in prompts]
         counts = tuple(prompt.num_tokens for prompt in prompts)
@@ -62,9 +60,8 @@ class Package(Protocol):
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, prompts: Prompts, scale: float, extras: Extras, step: object
     ) -> Tensor:
-        """query [tokens, heads, d] of the prompts; keys, values [blocks, page, kv_heads, d], which hold this step's, too.
-
-        step: the same object for all layers of a step that have the same prompts."""
+        """query [tokens, heads, d] of the prompts; keys, values [blocks, page, kv_heads, d], which hold this step's, too. step: the
+        same object for all layers of a step that have the same prompts."""
 
 
 class FlashAttention3:
@@ -225,10 +222,8 @@ class PackageBackend(TritonBackend):
 def differs(
     package: Package, spec: ModelSpec, device: torch.device, dtype: torch.dtype, page: int, window: int
 ) -> float:
-    """How far the package is from plain torch, in parts of the norm. NaN counts as far.
-
-    Prompts lie in pages of any order, and NaN in all that is not theirs or is in a page before their window.
-    """
+    """How far the package is from plain torch, in parts of the norm. NaN counts as far. Prompts lie in pages of any order, and NaN
+    in all that is not theirs or is in a page before their window."""
     heads = spec.num_attention_heads, spec.num_key_value_heads, spec.head_dim
     step = PagedStep.random(TESTED, heads, page, dtype, device)
     firsts = [end - count for end, (_, count) in zip(step.at.ends.tolist(), TESTED, strict=True)]

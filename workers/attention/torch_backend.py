@@ -84,9 +84,7 @@ def _attention(
     bias: Tensor | None,
 ) -> Tensor:
     """query [n, heads, t, d] over keys, values [n, heads, context, d]; mask: which of them count, None: causal, with t = context.
-
-    sinks: [heads, t or 1, 1]. bias: of scores, [n, heads, t, context] or what can be expanded to it.
-    """
+    sinks: [heads, t or 1, 1]. bias: of scores, [n, heads, t, context] or what can be expanded to it."""
     if not seen.softcap and sinks is None and bias is None:
         return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=seen.scale)
     if mask is None:

@@ -32,11 +32,9 @@ MOST_DIM = 512
 
 
 class Workspace:
-    """Room for the parts of split contexts, shared by all layers and steps (they run one after the other).
-
-    CUDA graphs keep its address, so it must not move once there are any. The number of parts depends on the GPU only, not on the
-    requests of a step: it has its final size after the first decode of each shape of heads, which is while kernels are warmed up.
-    """
+    """Room for the parts of split contexts, shared by all layers and steps (they run one after the other). CUDA graphs keep its
+    address, so it must not move once there are any. The number of parts depends on the GPU only, not on the requests of a step: it
+    has its final size after the first decode of each shape of heads, which is while kernels are warmed up."""
 
     def __init__(self, device: torch.device, most_parts: int) -> None:
         """most_parts: programs x splits of any decode (kernels/attention/tiles.py)."""
@@ -130,10 +128,8 @@ class TritonAttention:
         )  # fmt: skip
 
     def _pairs(self, most: int) -> int | None:
-        """Prompt tokens x the keys that each sees in a layer where it sees so many at most (0: any number).
-
-        None in a graph whose prompts are not known.
-        """
+        """Prompt tokens x the keys that each sees in a layer where it sees so many at most (0: any number). None in a graph whose
+        prompts are not known."""
         known, each = self._batch.known, self._batch.seen
         if known is None:
             return len(self._batch.input_ids) * (min(each, most) if most else each) if each else None

@@ -80,9 +80,7 @@ class TritonLatentAttention:
         self, query: Tensor, latent: Tensor, cache: Tensor, columns: Columns, heads: LatentShape, scale: float
     ) -> Tensor:
         """query [t, heads, nope + rotary], latent [t, rank + rotary], which are in the cache [blocks, page, rank + rotary] too.
-
-        columns: those of the step, with the layer's block tables.
-        """
+        columns: those of the step, with the layer's block tables."""
         known = self._batch.known
         if known is None or query.shape[0] - known.decode_tokens < DENSE_FROM:
             return self._absorbed(query, cache, columns, heads, scale)
@@ -207,9 +205,7 @@ class TritonSparseAttention:
         scale: float,
     ) -> Tensor:
         """query [t, heads, nope + rotary]; cache [blocks, page, line] has this step's latents, and gets the keys of their index.
-
-        slots: where this step's tokens are in it; columns: those of the step, with the layer's block tables.
-        """
+        slots: where this step's tokens are in it; columns: those of the step, with the layer's block tables."""
         if isinstance(chosen, Chosen):
             begin = heads.rank + heads.rotary
             keep_keys(chosen.key, slots, cache, begin)

@@ -15,15 +15,18 @@ from meshlm.workers.layers.ops import NormWeight, Ops
 from meshlm.workers.partial_sum import PartialSum
 
 
-class Embedding(nn.Module):
-    """Rows begin to end of a table; the other ranks have the rest. `rows` counts padding too.
+def parameter(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Filled when the weights are loaded. dtype: what it keeps, whatever the model's is."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
-    Not nn.Embedding: its initialisation imports torch's compiler, two seconds of every start.
-    """
+
+class Embedding(nn.Module):
+    """Rows begin to end of a table; the other ranks have the rest. `rows` counts padding too. Not nn.Embedding: its initialisation
+    imports torch's compiler, two seconds of every start."""
 
     def __init__(self, rows: int, size: int, begin: int, end: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, size), requires_grad=False)
+        self.weight = parameter(rows, size)
         self.begin, self.end = begin, end
         self.several = False  # ranks; they have met
 

@@ -38,8 +38,6 @@ class AttentionShape:
 
 NormWeight = tuple[Tensor, float]
 """A norm's weight, and its epsilon."""
-
-
 HeadProducts = Callable[[Tensor, Tensor | None], Tensor]
 """[t, heads, inputs] -> [t, heads, outputs], each head with a weight of its own; into the second tensor, if there is one."""
 
@@ -99,10 +97,8 @@ class Ops(Protocol):
     def row_parallel_linear(
         self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, residual: Tensor | None
     ) -> PartialSum:
-        """A product of which several ranks may have a part of the inputs each, to be added to the residual.
-
-        It may be in the residual already; without one it stays the product alone.
-        """
+        """A product of which several ranks may have a part of the inputs each, to be added to the residual. It may be in the
+        residual already; without one it stays the product alone."""
 
     def term(self, x: Tensor, residual: Tensor | None) -> PartialSum:
         """A row-parallel product that was computed by other means than `row_parallel_linear`."""
@@ -143,10 +139,8 @@ class Ops(Protocol):
     def norm_linear(
         self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
     ) -> tuple[Tensor, Tensor]:
-        """linear of `norm`; and the new residual.
-
-        norm: its weight and eps. outputs: rows of the weight. gate: act_mul with it follows; empty: nothing does.
-        """
+        """linear of `norm`; and the new residual. norm: its weight and eps. outputs: rows of the weight. gate: act_mul with it
+        follows; empty: nothing does."""
 
     def select_experts(
         self, logits: Tensor, rule: Rule, correction_bias: Tensor | None, slots: Tensor | None
@@ -164,10 +158,8 @@ class Ops(Protocol):
     def rope_cache(
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
-        """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d].
-
-        On a GPU the keys in qkv are rotated in place too: attention over this step's own tokens reads them there.
-        """
+        """Norm (if any) and rotate query and key heads, write keys and values to the cache; query [t, heads, d]. On a GPU the keys
+        in qkv are rotated in place too: attention over this step's own tokens reads them there."""
 
     def head_products(self, weights: Tensor) -> HeadProducts:
         """weights [heads, outputs, inputs], which may be strided."""
@@ -175,10 +167,8 @@ class Ops(Protocol):
     def latent_cache(
         self, query: Tensor, latent: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: LatentShape
     ) -> None:
-        """Norm the latent, rotate its key and the heads of the query, in place; and write the latent's line to the cache.
-
-        query [t, heads, nope + rotary]; latent [t, rank + rotary]. Lines of both may be strided.
-        """
+        """Norm the latent, rotate its key and the heads of the query, in place; and write the latent's line to the cache. query [t,
+        heads, nope + rotary]; latent [t, rank + rotary]. Lines of both may be strided."""
 
 
 class Composed:

@@ -84,10 +84,8 @@ class Attention(nn.Module):
     def forward(
         self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """Computes what attention adds to the residual, which has x in it then.
-
-        normed: norm(x), where that is known (first layer).
-        """
+        """Computes what attention adds to the residual, which has x in it then. normed: norm(x), where that is known (first
+        layer)."""
         if normed is None:
             qkv, residual = self.qkv.after_norm(x, norm, context.ops)
         else:
@@ -143,10 +141,8 @@ class LayerExecutor(Protocol):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, norm, head: those that this shard has.
-
-    A family that computes otherwise names the classes of its layers, and what it does differently around them (gemma.py).
-    """
+    """Embedding, layers, norm, head: those that this shard has. A family that computes otherwise names the classes of its layers,
+    and what it does differently around them (gemma.py)."""
 
     classes: ClassVar[LayerClasses] = LayerClasses()
 
@@ -229,10 +225,8 @@ class Decoder(nn.Module):
             module.use(no_dispatch(module.moe, self.shard.tp_size))
 
     def share_experts(self, group: ExpertGroup, backend: str, *, slots: bool = False) -> None:
-        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend.
-
-        slots: which these are changes (workers/moe/placement).
-        """
+        """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend. slots:
+        which these are changes (workers/moe/placement)."""
         for module in self.mixtures():
             module.use(group_dispatch(module.moe, self.shard, group, backend, slots=slots))
 
@@ -247,10 +241,8 @@ class Decoder(nn.Module):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        """Hidden states [t, hidden] after the last norm.
-
-        In a pipeline: the residual of the stage before goes in (it may be changed), what the next stage takes comes out.
-        """
+        """Hidden states [t, hidden] after the last norm. In a pipeline: the residual of the stage before goes in (it may be
+        changed), what the next stage takes comes out."""
         if self.executor is not None:
             return self.executor.run(self, batch, caches, attention)
         ops = self.ops

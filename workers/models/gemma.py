@@ -33,6 +33,11 @@ from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, Laye
 from meshlm.workers.partial_sum import PartialSum
 
 
+def norm_of(x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
+    """The norm of x, which may be strided."""
+    return ops.rms_norm(x.contiguous(), norm.weight, norm.eps)
+
+
 class GemmaLayer(DecoderLayer):
     """Attention and MLP, each between two norms."""
 

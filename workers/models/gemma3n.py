@@ -22,10 +22,18 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm, parameter
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.gemma import Gemma, GemmaLayer, PerLayerInputs, SharedKV, SharingAttention, share_all
+from meshlm.workers.models.gemma import (
+    Gemma,
+    GemmaLayer,
+    PerLayerInputs,
+    SharedKV,
+    SharingAttention,
+    norm_of,
+    share_all,
+)
 from meshlm.workers.partial_sum import PartialSum
 
 LEAST = 1e-5  # of a mean square that is divided by
@@ -37,10 +45,10 @@ class Gemma3nLayer(GemmaLayer):
         assert spec.altup is not None
         self._altup, self._act = spec.altup, ACTIVATIONS[spec.hidden_act]
         count, hidden, own = spec.altup.altup_num_inputs, spec.hidden_size, spec.altup.hidden_size_per_layer_input
-        self.correct_output_scale = _parameter(hidden)
-        self.correction_coefs = _parameter(count, count)
-        self.prediction_coefs = _parameter(count**2, count)
-        self.modality_router = _parameter(count, hidden)
+        self.correct_output_scale = parameter(hidden)
+        self.correction_coefs = parameter(count, count)
+        self.prediction_coefs = parameter(count**2, count)
+        self.modality_router = parameter(count, hidden)
         self.laurel_left = Linear(hidden, spec.altup.laurel_rank, bias=False)
         self.laurel_right = Linear(spec.altup.laurel_rank, hidden, bias=False)
         self.per_layer_gate = Linear(hidden, own, bias=False)
@@ -61,23 +69,23 @@ class Gemma3nLayer(GemmaLayer):
         ops, active = context.ops, self._altup.altup_active_idx
         predicted = self._predicted(x, ops)
         h = self._attended(predicted[active], cache, context, shared)
-        y = h + _norm(self._mlp(_norm(h, self.post_norm, ops), ops), self.mlp_out_norm, ops)
+        y = h + norm_of(self._mlp(norm_of(h, self.post_norm, ops), ops), self.mlp_out_norm, ops)
         coefs = F.linear(self._modalities(y, ops), self.correction_coefs) + 1.0
         x = (y - predicted[active]) * coefs.t()[..., None] + predicted
         first = x[active]
         if self._altup.altup_correct_scale:
             first = first * self.correct_output_scale
         first = self.per_layer_projection(self._act(self.per_layer_gate(first, ops)) * own, ops)
-        x[1:] += _norm(first, self.per_layer_norm, ops)
+        x[1:] += norm_of(first, self.per_layer_norm, ops)
         return x
 
     def _attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
         ops, attention = context.ops, self.attention
         assert isinstance(attention, SharingAttention)
-        normed = _norm(x, self.input_norm, ops)
-        laurel = normed + _norm(self.laurel_right(self.laurel_left(normed, ops), ops), self.laurel_norm, ops)
+        normed = norm_of(x, self.input_norm, ops)
+        laurel = normed + norm_of(self.laurel_right(self.laurel_left(normed, ops), ops), self.laurel_norm, ops)
         attended = attention.o.row_parallel(attention.attended(normed, cache, context, shared), None, ops)
-        found = _norm(ops.finish_sum(attended, x.dtype), self.attention_out_norm, ops)
+        found = norm_of(ops.finish_sum(attended, x.dtype), self.attention_out_norm, ops)
         out: Tensor = (x + found + laurel) / math.sqrt(2)
         return out
 
@@ -97,7 +105,7 @@ class Gemma3nLayer(GemmaLayer):
 
     def _modalities(self, x: Tensor, ops: Ops) -> Tensor:
         """[t, residuals]."""
-        routed = F.linear(_norm(x, self.router_norm, ops) / x.shape[-1], self.modality_router)
+        routed = F.linear(norm_of(x, self.router_norm, ops) / x.shape[-1], self.modality_router)
         return routed.float().tanh().to(x.dtype)
 
     def _predicted(self, x: Tensor, ops: Ops) -> Tensor:
@@ -152,14 +160,6 @@ def inputs_of(altup: AltUpSpec) -> PerLayerInputSpec:
         hidden_size_per_layer_input=altup.hidden_size_per_layer_input,
         vocab_size_per_layer_input=altup.vocab_size_per_layer_input,
     )
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
-
-
-def _norm(x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
-    return ops.rms_norm(x.contiguous(), norm.weight, norm.eps)
 
 
 def _size(x: Tensor) -> Tensor:

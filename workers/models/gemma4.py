@@ -21,7 +21,15 @@ from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.gemma import Gemma, GemmaLayer, PerLayerInputs, SharedKV, SharingAttention, share_all
+from meshlm.workers.models.gemma import (
+    Gemma,
+    GemmaLayer,
+    PerLayerInputs,
+    SharedKV,
+    SharingAttention,
+    norm_of,
+    share_all,
+)
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -72,17 +80,17 @@ class Gemma4Layer(GemmaLayer):
         ops, attention, mlp = context.ops, self.attention, self.mlp
         assert isinstance(attention, SharingAttention)
         assert isinstance(mlp, MLP)
-        out = attention.attended(_norm(x, self.input_norm, ops), cache, context, shared)
+        out = attention.attended(norm_of(x, self.input_norm, ops), cache, context, shared)
         found = ops.finish_sum(attention.o.row_parallel(out, None, ops), x.dtype)
-        h = x + _norm(found, self.attention_out_norm, ops)
-        found = ops.finish_sum(mlp.of_normed(_norm(h, self.post_norm, ops), ops), x.dtype)
+        h = x + norm_of(found, self.attention_out_norm, ops)
+        found = ops.finish_sum(mlp.of_normed(norm_of(h, self.post_norm, ops), ops), x.dtype)
         if self.moe is not None:
-            found = _norm(found, self.mlp_own_norm, ops)
-            found = found + _norm(self.moe.of(h, self.moe_norm, context.batch, ops), self.moe_out_norm, ops)
-        y = h + _norm(found, self.mlp_out_norm, ops)
+            found = norm_of(found, self.mlp_own_norm, ops)
+            found = found + norm_of(self.moe.of(h, self.moe_norm, context.batch, ops), self.moe_out_norm, ops)
+        y = h + norm_of(found, self.mlp_out_norm, ops)
         if own is not None:
             gated = self._act(self.per_layer_gate(y, ops)) * own
-            y = y + _norm(self.per_layer_projection(gated, ops), self.per_layer_norm, ops)
+            y = y + norm_of(self.per_layer_projection(gated, ops), self.per_layer_norm, ops)
         scaled: Tensor = y * self.scalar
         return scaled
 
@@ -120,7 +128,3 @@ class Gemma4(Gemma):
             assert isinstance(layer, Gemma4Layer)
             x = layer.step(x, None if own is None else own[:, nth], cache, context, shared)
         return self.normed(PartialSum(x)) if self.norm is not None else x
-
-
-def _norm(x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
-    return ops.rms_norm(x.contiguous(), norm.weight, norm.eps)

@@ -18,6 +18,7 @@ x, z = W_in u;   x = silu(conv(x));   dt, B, C = W_x x, perhaps normed;   y = sc
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm, parameter
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
@@ -39,13 +40,12 @@ from meshlm.workers.partial_sum import PartialSum
 class Convolution(nn.Module):
     def __init__(self, channels: int, kernel: int, *, bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
+        self.weight = parameter(channels, 1, kernel)
+        self.bias = parameter(channels) if bias else None
 
 
-def float_parameter(*shape: int) -> nn.Parameter:
-    """What is kept in float32, whatever the model's dtype is."""
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32), requires_grad=False)
+float_parameter = partial(parameter, dtype=torch.float32)
+"""What is kept in float32, whatever the model's dtype is."""
 
 
 class Mamba2Mixer(Attention):

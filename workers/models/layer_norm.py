@@ -22,16 +22,12 @@ from meshlm.protocol.model import LayerNormSpec, ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.elements import MLP, LayerNorm, Linear
+from meshlm.workers.layers.elements import MLP, LayerNorm, Linear, parameter
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 from meshlm.workers.partial_sum import PartialSum
-
-
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
 def _of(spec: ModelSpec) -> LayerNormSpec:
@@ -106,7 +102,7 @@ class Entry(nn.Module):
         super().__init__()
         own, hidden = _of(spec), spec.hidden_size
         rows = spec.max_position_embeddings + spec.position_offset
-        self.positions = _parameter(rows, hidden) if own.learned_positions else None
+        self.positions = parameter(rows, hidden) if own.learned_positions else None
         self.norm = LayerNorm(hidden, spec.rms_norm_eps, bias=spec.norm_bias) if own.embedding_norm else None
         self.project = Linear(own.embedding_dim, hidden, bias=False) if own.embedding_dim else None
         self._offset = spec.position_offset
@@ -132,13 +128,13 @@ class LayerNormDecoder(Decoder):
         self.entry = Entry(spec) if shard.is_first else None
         if shard.is_last:
             self.norm = None if own.after else _norm(spec)
-        self.head_bias = _parameter(spec.vocab_size) if own.head_bias and shard.is_last else None
+        self.head_bias = parameter(spec.vocab_size) if own.head_bias and shard.is_last else None
         self.project_out: Linear | None = None
         if own.embedding_dim:
             self.embedding_size = own.embedding_dim
             for table in (self.embed, self.head):
                 if table is not None:
-                    table.weight = _parameter(len(table.weight), own.embedding_dim)
+                    table.weight = parameter(len(table.weight), own.embedding_dim)
             if shard.is_last:
                 self.project_out = Linear(spec.hidden_size, own.embedding_dim, bias=False)
 

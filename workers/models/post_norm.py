@@ -49,6 +49,11 @@ class PostNorm(Decoder):
         return PartialSum(self.embedding(ids)), None
 
 
+def _sum_squares_over(comm: Communicator, model: Decoder) -> None:
+    for attention in (module for module in model.modules() if isinstance(module, OlmoAttention)):
+        attention.comm, attention.ranks = comm, model.shard.tp_size
+
+
 class OlmoAttention(Attention):
     """All query heads are normed as one vector, all key heads as another. Ranks have some of the heads each, and sum squares."""
 
@@ -84,10 +89,7 @@ class Olmo(PostNorm):
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)
-        for layer in self.layers:
-            assert isinstance(layer, PostNormLayer)
-            assert isinstance(layer.attention, OlmoAttention)
-            layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size
+        _sum_squares_over(comm, self)
 
 
 class OlmoeAttention(OlmoAttention):
@@ -101,7 +103,4 @@ class Olmoe(Decoder):
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            assert isinstance(layer.attention, OlmoeAttention)
-            layer.attention.comm, layer.attention.ranks = comm, self.shard.tp_size
+        _sum_squares_over(comm, self)

@@ -27,7 +27,7 @@ from meshlm.workers.batch import CrossCache, LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.formats.format import ProductOps
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.elements import LayerNorm, Linear
+from meshlm.workers.layers.elements import LayerNorm, Linear, parameter
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import LayerClasses
 from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
@@ -67,10 +67,6 @@ class LogMelSpectrogram:
         return (loudness.maximum(loudness.max() - SPAN) + 4.0) / 4.0
 
 
-def _parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape), requires_grad=False)
-
-
 class UnpackedLinear(Linear):
     """A product of all states of an audio clip, for which torch's own is the fastest on any device: its weight is not packed."""
 
@@ -84,7 +80,7 @@ class UnpackedLinear(Linear):
 class QueryValueBias(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.q, self.v = _parameter(size), _parameter(size)
+        self.q, self.v = parameter(size), parameter(size)
 
     def whole(self) -> nn.Parameter:
         """Of query, key and value in one product."""
@@ -106,7 +102,7 @@ class CrossAttentionLayer(nn.Module):
         super().__init__()
         hidden = spec.hidden_size
         self.q, self.kv = Linear(hidden, hidden, bias=True), UnpackedLinear(hidden, 2 * hidden, bias=False)
-        self.v_bias = _parameter(hidden)
+        self.v_bias = parameter(hidden)
         self.o = Linear(hidden, hidden, bias=True)
         self._shape, self._scale = (spec.num_attention_heads, spec.head_dim), spec.head_dim**-0.5
 
@@ -165,9 +161,9 @@ class WhisperEncoder(nn.Module):
         super().__init__()
         hidden, bins = spec.hidden_size, speech.num_mel_bins
         self._act, self._speech = spec.hidden_act, speech
-        self.first, self.first_bias = _parameter(hidden, bins, 3), _parameter(hidden)
-        self.second, self.second_bias = _parameter(hidden, hidden, 3), _parameter(hidden)
-        self.positions = _parameter(speech.max_source_positions, hidden)
+        self.first, self.first_bias = parameter(hidden, bins, 3), parameter(hidden)
+        self.second, self.second_bias = parameter(hidden, hidden, 3), parameter(hidden)
+        self.positions = parameter(speech.max_source_positions, hidden)
         sizes = (hidden, speech.encoder_attention_heads, speech.encoder_ffn_dim, spec.rms_norm_eps)
         self.layers = nn.ModuleList(_EncoderLayer(*sizes) for _ in range(speech.encoder_layers))
         self.norm = LayerNorm(hidden, spec.rms_norm_eps, bias=True)

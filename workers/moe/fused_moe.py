@@ -69,10 +69,8 @@ class Quantisation(Enum):
 
 
 class ExpertExtras(NamedTuple):
-    """What gpt-oss' experts have beside two products and a gate that is silu: biases, and its activation.
-
-    glu(gate, up) = (up + 1) gate sigmoid(alpha gate), where gate is at most `limit` and up between -limit and limit
-    """
+    """What gpt-oss' experts have beside two products and a gate that is silu: biases, and its activation. glu(gate, up) = (up + 1)
+    gate sigmoid(alpha gate), where gate is at most `limit` and up between -limit and limit"""
 
     gate_up_bias: Tensor | None  # [local experts, 2 wide]
     down_bias: Tensor | None  # [local experts, hidden]

@@ -125,8 +125,6 @@ EXPERTS: dict[str, ExpertsKind] = {
     "reference, batched": ExpertsKind(ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
 }
 """By name, the fastest first."""
-
-
 GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
     "allgather_reducescatter": lambda members: Collective(members, AllGather()),
     "all_to_all": lambda members: Collective(members, AllToAll()),
@@ -159,10 +157,8 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
 
 
 def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str, *, slots: bool = False) -> Dispatcher:
-    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend.
-
-    slots: a routing has numbers of the members' slots (`Replicas`), not of experts.
-    """
+    """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend. slots: a routing has
+    numbers of the members' slots (`Replicas`), not of experts."""
     begin, end = shard.experts(moe.num_experts)
     count = end - begin
     firsts = tuple((member * shard.tp_size + shard.tp_rank) * count for member in range(group.size))
@@ -180,10 +176,8 @@ def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str,
 
 
 def no_dispatch(moe: MoESpec, num_ranks: int, *, slots_of: int | None = None) -> Dispatcher:
-    """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step.
-
-    slots_of: a routing has numbers of the ranks' slots (`Replicas`), and this rank is the one with this number.
-    """
+    """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step. slots_of: a routing has numbers of the
+    ranks' slots (`Replicas`), and this rank is the one with this number."""
     begin, end = moe.local_experts or (0, moe.num_experts)
     if slots_of is not None:
         each = end - begin + moe.redundant_experts

@@ -167,10 +167,8 @@ def padded(kernels: StepInputs) -> StepInputs:
 def self_test_states(
     state: StateSpec, page: int, ssm: torch.dtype, dtype: torch.dtype, device: torch.device, *, in_graphs: bool = False
 ) -> str:
-    """Why the kernels must not be used for such states, or be in CUDA graphs with prompts; "" when they may.
-
-    ssm: the dtype of the states of heads; dtype: of all else.
-    """
+    """Why the kernels must not be used for such states, or be in CUDA graphs with prompts; "" when they may. ssm: the dtype of the
+    states of heads; dtype: of all else."""
     return why_wrong(
         Result("they are", error, NEAR) for error in _errors(state, page, ssm, dtype, device, in_graphs=in_graphs)
     )

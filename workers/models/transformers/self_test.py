@@ -18,7 +18,6 @@ from meshlm.workers.models.transformers.look import SHORTEST
 
 if TYPE_CHECKING:
     from meshlm.workers.models.transformers.model import TransformersModel
-
 BLOCK = 4
 FIRST, CUT, SECOND = SHORTEST, 13, 10
 """Tokens of the first request, and of its first piece; tokens of the second, of which the last is a decode."""

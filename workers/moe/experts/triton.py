@@ -71,9 +71,8 @@ def _codes(given: GroupedWeight) -> tuple[Tensor, Tensor | None]:
 
 
 class _Weights:
-    """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales.
-
-    Without a gate gate_up is [local experts, wide, hidden]."""
+    """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales. Without
+    a gate gate_up is [local experts, wide, hidden]."""
 
     def __init__(self, given: ExpertWeights) -> None:
         self.gate_epilogue, self.down_epilogue = epilogues(given.extras, given.act, gated=given.gated)

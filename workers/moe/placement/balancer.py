@@ -99,11 +99,8 @@ class Balancer:
             self._moving = False
 
     def before_step(self, *, asked: bool = False) -> None:
-        """All take a step now, and have agreed on it: move experts first if it is time, or all were asked to. Then it is a collective.
-        StepAborted.
-
-        Who asks out of turn gets what was counted since the window that is open began, or in all.
-        """
+        """All take a step now, and have agreed on it: move experts first if it is time, or all were asked to. Then it is a
+        collective. StepAborted. Who asks out of turn gets what was counted since the window that is open began, or in all."""
         done, config = self._num_steps, self._config
         self._num_steps += 1
         if config.log_balancedness and done and done % config.log_balancedness_interval == 0:

@@ -23,11 +23,9 @@ class SlotOps(Protocol):
 
 
 class Replicas:
-    """The slots of one layer. `experts`: those that have slots here, which a placement counts from 0; others go NOWHERE.
-
-    counts int64 [experts + 1]: tokens of each expert of the model since the start, behind those of none. rank: of the one that sends,
-    since each begins with another replica.
-    """
+    """The slots of one layer. `experts`: those that have slots here, which a placement counts from 0; others go NOWHERE. counts
+    int64 [experts + 1]: tokens of each expert of the model since the start, behind those of none. rank: of the one that sends,
+    since each begins with another replica."""
 
     def __init__(self, num_experts: int, experts: Sequence[int], rank: int, counts: Tensor) -> None:
         self._num_experts, self._experts, self._rank, self._counts = num_experts, experts, rank, counts
