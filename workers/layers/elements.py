@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
-from meshlm.workers.formats.format import ProductOps, WeightedLayer
-from meshlm.workers.formats.unquantized import UNQUANTIZED
+from meshlm.workers.formats.format import UNQUANTIZED, ProductOps, WeightedLayer
 from meshlm.workers.layers.ops import NormWeight, Ops
 from meshlm.workers.partial_sum import PartialSum
 

@@ -13,9 +13,7 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.formats.format import UNQUANTIZED, WeightedLayer
-from meshlm.workers.layers.elements import Linear
-from meshlm.workers.layers.elements import MLP
-from meshlm.workers.layers.elements import RMSNorm
+from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
 from meshlm.workers.moe.fused_moe import Dispatcher, ExpertExtras, ExpertWeights, FusedMoE, Routing
 from meshlm.workers.moe.placement.slots import Replicas
