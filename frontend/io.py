@@ -18,9 +18,7 @@ from meshlm.frontend.listener import HttpListener, Listener
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
-from meshlm.frontend.requests.admission import Admission
-from meshlm.frontend.requests.poison import PoisonBodies
-from meshlm.frontend.requests.readiness import STOPPING, Readiness
+from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import (
     AskRequests,

@@ -14,10 +14,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshlm.frontend.http import retry
 from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import NOT_SERVED, HttpError, is_anthropic
-from meshlm.frontend.requests import retry
 from meshlm.frontend.routes.operation import Paths
 from meshlm.protocol.edges.control import MeshStats
 from meshlm.protocol.wire.ids import ErrorKind

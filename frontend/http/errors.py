@@ -1,5 +1,7 @@
 """Refusals: OpenAI's error form, and Anthropic's for the paths of its API."""
 
+import re
+
 import msgspec
 
 from meshlm.protocol.wire.ids import ErrorKind
@@ -75,6 +77,11 @@ class HttpError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
+
+
+def field_error(where: str, text: str) -> HttpError:
+    """What is wrong in a field of the body: `where` is its name, with the path in it if there is one (`tools[3].name`)."""
+    return HttpError(400, f"{where}: {text}", re.split(r"[.\[]", where, maxsplit=1)[0])
 
 
 _TEXT = "this server gives text; --runner pooling serves vectors"

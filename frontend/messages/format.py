@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError, anthropic_error
-from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.protocol.edges.text import Finished, PositionLogprobs
+from meshlm.frontend.openai.turn import TurnFormat, TurnResponse, event_of
+from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.wire.ids import FinishReason
 
 Json = dict[str, Any]
@@ -15,18 +15,14 @@ _encode = msgspec.json.Encoder().encode
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-class MessageFormat:
-    """A TurnFormat. `streams`: events are wanted; the blocks are kept either way, as the end needs to know them."""
+class MessageFormat(TurnFormat):
+    """`streams`: events are wanted; the blocks are kept either way, as the end needs to know them."""
 
     def __init__(self, streams: bool) -> None:
-        self.events: list[bytes] = []
-        self.last_events = b""
+        super().__init__()
         self._streams = streams
         self._request_id = ""
         self._blocks: list[Json] = []
-        self._parts: list[str] = []  # of the open block
-        self._kind = ""  # of the open block
-        self._call = -1  # index of the open call
         self._end: Json = {}
 
     def begin(self, turn: TurnResponse) -> None:
@@ -46,13 +42,9 @@ class MessageFormat:
             self._open("text", {"type": "text", "text": ""})
         self._delta({"type": "text_delta", "text": text}, text)
 
-    def logprobs(self, positions: list[PositionLogprobs]) -> None:
-        """Anthropic has none."""
-
     def call(self, call: Json) -> None:
         function = call["function"]
-        if self._kind != "tool_use" or call["index"] != self._call:
-            self._call = call["index"]
+        if self.is_new(call, "tool_use"):
             self._open("tool_use", {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
         if arguments := function.get("arguments"):
             self._delta({"type": "input_json_delta", "partial_json": arguments}, arguments)
@@ -78,29 +70,23 @@ class MessageFormat:
         return _encode({**self._frame(turn), "content": self._blocks, **self._end, "usage": _usage(turn)})
 
     def _frame(self, turn: TurnResponse) -> Json:
-        return {
-            "id": turn.request_id,
-            "type": "message",
-            "role": "assistant",
-            "model": turn.model,
-            "stop_details": None,
-            "container": None,
-        }
+        frame = {"id": turn.request_id, "type": "message", "role": "assistant", "model": turn.model}
+        return {**frame, "stop_details": None, "container": None}
 
     def _open(self, kind: str, block: Json) -> None:
         self._close()
-        self._kind, self._parts = kind, []
+        self._kind, self._texts = kind, []
         self._blocks.append(block)
         self._emit("content_block_start", {"index": len(self._blocks) - 1, "content_block": block})
 
     def _delta(self, delta: Json, text: str) -> None:
-        self._parts.append(text)
+        self._texts.append(text)
         self._emit("content_block_delta", {"index": len(self._blocks) - 1, "delta": delta})
 
     def _close(self) -> None:
         if not self._kind:
             return
-        block, text, kind = self._blocks[-1], "".join(self._parts), self._kind
+        block, text, kind = self._blocks[-1], "".join(self._texts), self._kind
         if kind == "tool_use":
             block["input"] = _input(text)
         else:
@@ -115,8 +101,7 @@ class MessageFormat:
 
     def _emit(self, kind: str, fields: Json) -> None:
         if self._streams:
-            data = _encode({"type": kind, **fields})
-            self.events.append(b"event: %b\ndata: %b\n\n" % (kind.encode(), data))
+            self.events.append(event_of(kind, fields))
 
 
 def _input(arguments: str) -> Json:

@@ -1,6 +1,5 @@
 """The routes of Anthropic's API: a body to a chat's request, and from there on the path of every chat. Called by routes.py."""
 
-from collections.abc import Callable
 from functools import partial
 
 from starlette.requests import Request
@@ -8,57 +7,29 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
+from meshlm.frontend.http.retry import LAST_ID
 from meshlm.frontend.messages import schema
 from meshlm.frontend.messages.format import MessageFormat
-from meshlm.frontend.messages.translate import NAMES, chat_request, left_out, renamed
+from meshlm.frontend.messages.translate import NAMES, chat_request, left_out
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.tool_choice import for_counting
-from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.requests.retry import LAST_ID, Progress
+from meshlm.frontend.requests.generation import Backend, Generation, form_of_turns
 from meshlm.frontend.routes.operation import NAMED, Group, route
 from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
-from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import Tokenize
 
 
-def _parsed(
-    body: schema.Conversation,
-    unknown: tuple[str, ...],
-    resolved: Resolved,
-    server: ServerConfig,
-    *,
-    counts: bool = False,
-) -> ParsedRequest:
-    """counts: nothing is generated."""
-    try:
-        chat = chat_request(body, server)
-        if counts:
-            chat, server = for_counting(chat, server)
-        parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
-    except HttpError as error:
-        raise renamed(error) from None
-    return parsed_request.with_answer(client_names={**NAMES, "prompt": "messages"})
-
-
-def check_last_id(last_id: str) -> None:
+def refuse_last_id(last_id: str) -> None:
     """A stream of these begins anew when it is asked for again."""
     if last_id:
-        raise HttpError(400, f"{LAST_ID}: not supported on this path, whose events have no ids", LAST_ID)
+        raise field_error(LAST_ID, "not supported on this path, whose events have no ids")
 
 
-def _whole(head: AnswerHead) -> TurnResponse:
-    return TurnResponse(head, None, MessageFormat(streams=False))
-
-
-def _stream(head: AnswerHead, write: Callable[[bytes], None], progress: Progress | None) -> TurnResponse:
-    return TurnResponse(head, write, MessageFormat(streams=True))
-
-
-MESSAGES = Form(_whole, _stream, ("X-Request-Id", "Request-Id"))
+MESSAGES = form_of_turns(
+    lambda parsed_request: MessageFormat(parsed_request.answer.stream), id_headers=("X-Request-Id", "Request-Id")
+)
 
 
 class MessageRoutes:
@@ -83,7 +54,7 @@ class MessageRoutes:
 
     def _messages(self, request: Request, raw: bytes) -> ReadRequest:
         parsed_request, model = self._read(raw, schema.MessagesRequest)
-        check_last_id(request.headers.get(LAST_ID, ""))
+        refuse_last_id(request.headers.get(LAST_ID, ""))
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
     @route(
@@ -110,5 +81,11 @@ class MessageRoutes:
         resolved = self._backend.resolved
         check = partial(limits.check_raw_texts, resolved=resolved)
         body, unknown = bodies.decode(raw, kind, check, self._reader.longest)
-        parsed_request = _parsed(body, unknown, resolved, self._backend.config.server, counts=counts)
-        return parsed_request, self._reader.check_model(body.model)
+        server = self._backend.config.server
+        with parse.renamed(NAMES):
+            chat = chat_request(body, server)
+            if counts:  # nothing is generated
+                chat, server = for_counting(chat, server)
+            parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
+        named = parsed_request.with_answer(client_names={**NAMES, "prompt": "messages"})
+        return named, self._reader.check_model(body.model)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.schema import MAX_TOKENS, Count, Share, Temperature
+from meshlm.frontend.openai.schema import MAX_TOKENS, Count, Priority, Salt, Share, Temperature
 
 Json = dict[str, Any]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -85,8 +85,8 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     top_p: Share | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Salt | None = None
+    priority: Priority = 0
     container: Any = None
     diagnostics: Any = None
     inference_geo: Any = None

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.messages.schema import Conversation, MessagesRequest, Thinking
 from meshlm.frontend.openai.answer_fields import REFUSED_MESSAGES
 from meshlm.frontend.openai.schema import ChatRequest
@@ -33,13 +33,13 @@ def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
     """The same as a chat. What generation alone needs is added where the body is for that."""
     for field, why in REFUSED_MESSAGES.items():
         if getattr(request, field, None):
-            raise HttpError(400, f"{field}: {why}", field)
+            raise field_error(field, f"{why}")
     keeps = _kept_turns(request.context_management)
     messages = _system(request.system)
     for place, message in enumerate(request.messages):
         messages += _message(message, f"messages.{place}")
     if not request.messages:
-        raise _wrong("messages", "give at least one message")
+        raise field_error("messages", "give at least one message")
     for message in [message for message in messages if "reasoning" in message][:-keeps]:
         del message["reasoning"]
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
@@ -65,14 +65,14 @@ def _kept_turns(given: Any) -> int:
     """The number of the last turns whose reasoning stays in the prompt; ALL_TURNS where nothing is said. Claude Code says that."""
     edits = given.get("edits") if isinstance(given, dict) else given
     if not isinstance(edits, list | None):
-        raise _wrong("context_management.edits", "must be a list")
+        raise field_error("context_management.edits", "must be a list")
     found = ALL_TURNS
     for place, edit in enumerate(edits or ()):
         where = f"context_management.edits.{place}"
         kind = edit.get("type") if isinstance(edit, dict) else edit
         if kind != CLEARS_THINKING:
             text = f"edits of type {str(kind)[:40]!r} are not supported; {CLEARS_THINKING!r} is"
-            raise _wrong(where, text)
+            raise field_error(where, text)
         keep = edit.get("keep", {"type": "thinking_turns", "value": 1})
         if keep == "all":
             continue
@@ -80,7 +80,7 @@ def _kept_turns(given: Any) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)  # JSON has no other numbers
         if type(value) is not int or value < 1:
-            raise _wrong(f"{where}.keep", "must be 'all', or thinking_turns with a value of at least 1")
+            raise field_error(f"{where}.keep", "must be 'all', or thinking_turns with a value of at least 1")
         found = min(found, value)
     return found
 
@@ -112,7 +112,7 @@ def _think(thinking: Thinking | None, fields: Json, server: ServerConfig) -> Non
     if thinking is None or "max_tokens" not in fields:  # without it nothing is generated
         return
     if thinking.type == "enabled" and not server.reasoning_parser:
-        raise _wrong("thinking", "the server tells no reasoning from an answer (--reasoning-parser)")
+        raise field_error("thinking", "the server tells no reasoning from an answer (--reasoning-parser)")
     if thinking.display == "omitted":
         fields["include_reasoning"] = False
     if thinking.budget_tokens is not None and thinking.type == "enabled":
@@ -133,22 +133,22 @@ def _message(message: Json, where: str) -> list[Json]:
     """One message as a chat's: results of tools are messages of their own there."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise _wrong(f"{where}.role", "must be 'user', 'assistant' or 'system'")
+        raise field_error(f"{where}.role", "must be 'user', 'assistant' or 'system'")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _wrong(f"{where}.content", "must be text or a list of blocks")
+        raise field_error(f"{where}.content", "must be text or a list of blocks")
     blocks = []
     for place, block in enumerate(content):
         if not (isinstance(block, dict) and isinstance(block.get("type"), str)):
-            raise _wrong(f"{where}.content.{place}", "a block is an object with a type")
+            raise field_error(f"{where}.content.{place}", "a block is an object with a type")
         blocks.append((block, f"{where}.content.{place}"))
     if role == "assistant":
         return [_assistant(blocks)]
     if role == "system":  # a message of empty blocks is one, too
         return _system(content) or [{"role": "system", "content": ""}]
     if not blocks:
-        raise _wrong(f"{where}.content", "give at least one block")
+        raise field_error(f"{where}.content", "give at least one block")
     return _user(blocks)
 
 
@@ -165,7 +165,9 @@ def _assistant(blocks: list[tuple[Json, str]]) -> Json:
             case "tool_use":
                 calls.append(_call(block, where))
             case kind:
-                raise _wrong(where, f"blocks of type {kind[:40]!r} are not supported in a message of role 'assistant'")
+                raise field_error(
+                    where, f"blocks of type {kind[:40]!r} are not supported in a message of role 'assistant'"
+                )
     found: Json = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
     if reasoning:
         found["reasoning"] = "".join(reasoning)
@@ -177,7 +179,7 @@ def _assistant(blocks: list[tuple[Json, str]]) -> Json:
 def _call(block: Json, where: str) -> Json:
     arguments = block.get("input")
     if not isinstance(arguments, dict | None):
-        raise _wrong(f"{where}.input", "must be an object")
+        raise field_error(f"{where}.input", "must be an object")
     function = {"name": _string(block, "name", where), "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
@@ -190,7 +192,7 @@ def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
             continue
         if block["type"] != "tool_result":
             text = f"blocks of type {block['type'][:40]!r} are not supported; those of type 'text' are"
-            raise _wrong(where, text)
+            raise field_error(where, text)
         found += _of_user(texts)
         texts = []
         call_id = _string(block, "tool_use_id", where)
@@ -213,9 +215,9 @@ def _result(block: Json, where: str) -> str:
         texts = [(one, f"{where}.content.{place}") for place, one in enumerate(content) if not _is_reference(one)]
         content = "\n".join(_text(one, path) for one, path in texts)
     if not isinstance(content, str | None):
-        raise _wrong(f"{where}.content", "must be text or a list of blocks")
+        raise field_error(f"{where}.content", "must be text or a list of blocks")
     if not isinstance(block.get("is_error"), bool | None):
-        raise _wrong(f"{where}.is_error", "must be true or false")
+        raise field_error(f"{where}.is_error", "must be true or false")
     return f"Error: {content or ''}" if block.get("is_error") else content or ""
 
 
@@ -236,13 +238,13 @@ def _is_reference(block: Any) -> bool:
 def _text(block: Any, where: str) -> str:
     if not (isinstance(block, dict) and block.get("type") == "text"):
         kind = block.get("type") if isinstance(block, dict) else block
-        raise _wrong(where, f"blocks of type {str(kind)[:40]!r} are not supported; those of type 'text' are")
+        raise field_error(where, f"blocks of type {str(kind)[:40]!r} are not supported; those of type 'text' are")
     return _string(block, "text", where)
 
 
 def _string(block: Json, name: str, where: str) -> str:
     if not isinstance(value := block.get(name), str):
-        raise _wrong(f"{where}.{name}", "must be a string")
+        raise field_error(f"{where}.{name}", "must be a string")
     return value
 
 
@@ -256,11 +258,11 @@ def _tools(request: Conversation) -> Json:
     if choice is None:
         return found
     if choice.type in ("any", "tool") and not tools:
-        raise _wrong("tool_choice", f"{choice.type!r} needs tools")
+        raise field_error("tool_choice", f"{choice.type!r} needs tools")
     if choice.type == "tool":
         names = [tool["function"]["name"] for tool in tools]
         if choice.name not in names:
-            raise _wrong("tool_choice.name", f"there is no tool {(choice.name or '')[:40]!r}")
+            raise field_error("tool_choice.name", f"there is no tool {(choice.name or '')[:40]!r}")
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif tools:
         found["tool_choice"] = "required" if choice.type == "any" else choice.type
@@ -282,33 +284,20 @@ def left_out(request: Conversation) -> tuple[str, ...]:
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") not in (None, "custom"):
-        raise _wrong(
+        raise field_error(
             where, f"tools of type {str(tool['type'])[:40]!r} are not supported; those of the client's own are"
         )
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise _wrong(f"{where}.input_schema", "must be a JSON schema")
+        raise field_error(f"{where}.input_schema", "must be a JSON schema")
     if not _string(tool, "name", where):
-        raise _wrong(f"{where}.name", "must not be empty")
+        raise field_error(f"{where}.name", "must not be empty")
     function = {"name": tool["name"], "parameters": {"type": "object", **schema}}
     if tool.get("description") is not None:
         function["description"] = _string(tool, "description", where)
     if tool.get("strict") is not None:
         if not isinstance(tool["strict"], bool):
-            raise _wrong(f"{where}.strict", "must be true or false")
+            raise field_error(f"{where}.strict", "must be true or false")
         function["strict"] = tool["strict"]
     deferred = {} if tool.get("defer_loading") is None else {"defer_loading": tool["defer_loading"]}
     return {"type": "function", "function": function, **deferred}
-
-
-def renamed(error: HttpError) -> HttpError:
-    """A chat's refusal in the words of this API."""
-    name = NAMES.get(error.param, error.param)
-    message = error.message
-    if name != error.param and message.startswith(error.param):
-        message = name + message.removeprefix(error.param)
-    return HttpError(error.status, message, name, error.kind)
-
-
-def _wrong(where: str, text: str) -> HttpError:
-    return HttpError(400, f"{where}: {text}", where.split(".")[0])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.prompts import MAX_PROMPTS
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.protocol.config import Resolved, ServerConfig
@@ -21,7 +21,7 @@ def of_completion(request: CompletionRequest, resolved: Resolved, server: Server
     _check(request, server, {"echo": request.echo, "suffix": request.suffix})
     given = [request.prompt_embeds] if isinstance(request.prompt_embeds, str) else request.prompt_embeds or []
     if len(given) > MAX_PROMPTS:
-        raise HttpError(400, f"{NAME}: at most {MAX_PROMPTS} prompts", NAME)
+        raise field_error(NAME, f"at most {MAX_PROMPTS} prompts")
     return [tensor_files.prompt_of(_read(one, resolved, NAME)) for one in given]
 
 
@@ -49,7 +49,7 @@ def of_chat(
                 parts.append(part)
         messages[place] = {**message, "content": parts}
     if len({one.dtype for one in found}) > 1:
-        raise HttpError(400, f"messages: parts of type {NAME!r} have different types of numbers", "messages")
+        raise field_error("messages", f"parts of type {NAME!r} have different types of numbers")
     return messages, tuple(found)
 
 
@@ -60,11 +60,11 @@ def _is_part(part: Any) -> bool:
 def _check(request: CompletionRequest | ChatRequest, server: ServerConfig, against: dict[str, Any]) -> None:
     """Refuses vectors where the server takes none, and fields that need token ids of them."""
     if not server.enable_prompt_embeds:
-        raise HttpError(400, f"{NAME}: this server takes none (--enable-prompt-embeds)", NAME)
+        raise field_error(NAME, "this server takes none (--enable-prompt-embeds)")
     of_both = {"prompt_logprobs": request.prompt_logprobs is not None, "use_beam_search": request.use_beam_search}
     for name, asked in (against | of_both).items():
         if asked:
-            raise HttpError(400, f"{name}: does not go with {NAME}", name)
+            raise field_error(name, f"does not go with {NAME}")
 
 
 def _read(given: Any, resolved: Resolved, where: str) -> PromptEmbeds:
@@ -96,11 +96,10 @@ def checked(prompts: list[Prompt], sampling: SamplingParams, num_choices: int, k
     found = [_kept(prompt, keep, side) for prompt in prompts]
     size = sum(len(one.data) for prompt in found for one in vectors_of(prompt))
     if len(prompts) == 1 and size > MAX_EMBEDS_BYTES:
-        raise HttpError(400, f"{NAME}: {size} bytes in one prompt; at most {MAX_EMBEDS_BYTES}", NAME)
+        raise field_error(NAME, f"{size} bytes in one prompt; at most {MAX_EMBEDS_BYTES}")
     if size * num_choices > MAX_COPIES_BYTES:
         text = f"{NAME}: {size} bytes for each of {num_choices} choices; at most {MAX_COPIES_BYTES} in one request"
         raise HttpError(400, text, NAME)
     if sampling.repetition_penalty != 1.0:
-        text = f"counts the prompt's tokens, which {NAME} does not have; send 1"
-        raise HttpError(400, f"repetition_penalty: {text}", "repetition_penalty")
+        raise field_error("repetition_penalty", f"counts the prompt's tokens, which {NAME} does not have; send 1")
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sized
 
 from msgspec import Raw
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import (
     ChatPrompt,
@@ -151,7 +151,7 @@ def check_prompt_logprobs(of_one: int, of_all: int, *, echoes_in_stream: bool) -
     """Entries of a prompt, in one of its choices, and of all prompts so far in all of theirs."""
     if echoes_in_stream and of_one > MAX_STREAMED_ECHO:
         text = f"{of_one} log-probabilities of an echoed prompt; at most {MAX_STREAMED_ECHO} in a stream"
-        raise HttpError(400, f"logprobs: {text}, more without stream: true", "logprobs")
+        raise field_error("logprobs", f"{text}, more without stream: true")
     if of_all > MAX_PROMPT_LOGPROBS:
         _refuse("prompt_logprobs", f"{of_all} for the tokens of all prompts, times n", MAX_PROMPT_LOGPROBS)
 
@@ -160,8 +160,8 @@ def check_kept_logprobs(count: int) -> None:
     """Checks the log-probabilities of output tokens that an answer keeps: one that is not streamed, or has an Idempotency-Key."""
     if count > MAX_KEPT_LOGPROBS:
         text = f"more than {MAX_KEPT_LOGPROBS} in one answer; with stream: true and without an Idempotency-Key it may have any number"
-        raise HttpError(400, f"logprobs: {text}", "logprobs")
+        raise field_error("logprobs", text)
 
 
 def _refuse(name: str, found: str, most: int) -> None:
-    raise HttpError(400, f"{name}: {found}; at most {most} in one request", name)
+    raise field_error(name, f"{found}; at most {most} in one request")

@@ -1,20 +1,13 @@
 """A request body to what the mesh is asked: prompts and parameters. Pure; HttpError names the field at fault."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai import (
-    embeds,
-    limits,
-    reasoning,
-    sampling_params,
-    stop_texts,
-    structured,
-    thinking,
-    tool_choice,
-)
+from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.openai import embeds, limits, reasoning, sampling_params, structured, tool_choice
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.openai.schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest, StreamOptions
@@ -26,6 +19,19 @@ from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.samplers import breakers_of
 from meshlm.runtime.parsers import budgets, registry
 
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """A chat's refusal is in the words of another API: `names` has its names of fields by the chat's."""
+    try:
+        yield
+    except HttpError as error:
+        name, message = names.get(error.param, error.param), error.message
+        if name != error.param and message.startswith(error.param):
+            message = name + message.removeprefix(error.param)
+        raise HttpError(error.status, message.replace(".function.", "."), name, error.kind) from None
+
+
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a generation config says nothing of it
 
 
@@ -33,9 +39,9 @@ def completion(
     request: CompletionRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig
 ) -> ParsedRequest:
     """POST /v1/completions."""
-    thinking.check(request, server)
+    reasoning.check_budget(request, server)
     if request.suffix and (request.echo or request.truncate_prompt_tokens):
-        raise HttpError(400, "suffix: goes with neither echo nor truncate_prompt_tokens", "suffix")
+        raise field_error("suffix", "goes with neither echo nor truncate_prompt_tokens")
     returned = request.n or 1
     generated = request.best_of or returned
     if generated < returned:
@@ -48,9 +54,9 @@ def completion(
         prompt_logprobs = request.logprobs
     prompt_only = request.max_tokens == 0
     if prompt_only and not request.echo:
-        raise HttpError(400, "max_tokens: must be at least 1; 0 needs echo: true", "max_tokens")
+        raise field_error("max_tokens", "must be at least 1; 0 needs echo: true")
     if prompt_only and request.logprob_token_ids:
-        raise HttpError(400, "logprob_token_ids: max_tokens 0 has no output token", "logprob_token_ids")
+        raise field_error("logprob_token_ids", "max_tokens 0 has no output token")
     asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
     most = _at_most(resolved.max_output_tokens, asked)
     mesh = MeshRequest(_prompts(request, resolved, server), max_tokens=most, num_choices=generated)
@@ -61,7 +67,7 @@ def completion(
         prompt_logprobs=_num_prompt_logprobs(prompt_logprobs, server, resolved),
         prompt_only=prompt_only,
     )
-    constraint = _Constraint(thinking_budget=thinking.of_completion(request, server))
+    constraint = _Constraint(thinking_budget=reasoning.budget_of_completion(request, server))
     return _parsed(request, unknown, resolved, server, mesh, answer, constraint)
 
 
@@ -79,12 +85,12 @@ def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfi
 def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
     """POST /v1/chat/completions."""
     if not request.messages:
-        raise HttpError(400, "messages: give at least one message", "messages")
+        raise field_error("messages", "give at least one message")
     if request.top_logprobs and not request.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs: true", "top_logprobs")
     if any(kind != "text" for kind in request.modalities or ()):
-        raise HttpError(400, "modalities: only text is supported", "modalities")
-    thinking.check(request, server)
+        raise field_error("modalities", "only text is supported")
+    reasoning.check_budget(request, server)
     choice = tool_choice.read(request)
     in_channels = tool_choice.has_channels(server)
     parser = server.tool_call_parser if choice.tools and (in_channels or not choice.forces) else ""
@@ -136,7 +142,7 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         has_channels = in_channels and grammar is not None  # that has the reasoning in it
         constraint = _Constraint(
             grammar,
-            thinking.of_chat(request, server, opened),
+            reasoning.budget_of_chat(request, server, opened),
             ("", "") if has_channels else between,
             (parser, tuple(choice.tools)),
         )
@@ -218,7 +224,7 @@ def _parsed(
     truncation = _truncation(request, resolved, None if mesh.cap_max_tokens else mesh.max_tokens)
     side = request.truncation_side or "left"
     prompts = embeds.checked(mesh.prompts, sampling, mesh.num_choices, truncation, side)
-    text = stop_texts.text_params(request, truncation, mesh.text.keep_special_tokens)
+    text = sampling_params.text_params(request, truncation, mesh.text.keep_special_tokens)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
     extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling))
@@ -283,7 +289,7 @@ def _truncation(request: Common, resolved: Resolved, max_tokens: int | None) -> 
     """The number of the prompt's last tokens that stay; 0 keeps all."""
     wanted = request.truncate_prompt_tokens
     if wanted == 0:
-        raise HttpError(400, "truncate_prompt_tokens: 0 leaves no prompt", "truncate_prompt_tokens")
+        raise field_error("truncate_prompt_tokens", "0 leaves no prompt")
     wanted = wanted or 0
     return wanted if wanted >= 0 else max(1, resolved.max_model_len - (max_tokens or 1))
 
@@ -299,7 +305,7 @@ def _num_logprobs(name: str, asked: int | None, request: Common, server: ServerC
     certain = len(set(request.logprob_token_ids or ()))
     if asked is None:
         if certain:
-            raise HttpError(400, "logprob_token_ids: needs logprobs", "logprob_token_ids")
+            raise field_error("logprob_token_ids", "needs logprobs")
         return -1
     return certain or _limited(name, asked, server, resolved)
 

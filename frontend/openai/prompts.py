@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.sampling_params import token_ids
 from meshlm.frontend.openai.schema import TokenizeRequest
@@ -26,11 +26,11 @@ def of_completion(
 ) -> list[Prompt]:
     """Text, token ids, or a list of either; text that a suffix follows."""
     if prompt is None:
-        raise HttpError(400, "prompt: this field is required", "prompt")
+        raise field_error("prompt", "this field is required")
     many = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int | float))
     items = prompt if many else [prompt]
     if not 1 <= len(items) <= MAX_PROMPTS:
-        raise HttpError(400, f"prompt: give 1 to {MAX_PROMPTS} prompts, got {len(items)}", "prompt")
+        raise field_error("prompt", f"give 1 to {MAX_PROMPTS} prompts, got {len(items)}")
     for item in items:
         if isinstance(item, list):
             limits.check_num_ids(len(item), truncates, resolved)  # before anything looks at them
@@ -44,15 +44,15 @@ def of_completion(
 def _prompt(item: Any, add_special: bool, vocab_size: int, suffix: str) -> Prompt:
     if isinstance(item, str):
         if not item:
-            raise HttpError(400, "prompt: must not be empty", "prompt")
+            raise field_error("prompt", "must not be empty")
         return TextPrompt(item, add_special, suffix)
     if suffix:
-        raise HttpError(400, "suffix: needs a prompt of text", "suffix")
+        raise field_error("suffix", "needs a prompt of text")
     if isinstance(item, list) and item and (ids := _whole_numbers(item)) is not None:
         if min(ids) < 0 or max(ids) >= vocab_size:
             token_ids("prompt", ids, vocab_size)  # names the first one
         return TokenPrompt(pack_i32(ids))
-    raise HttpError(400, "prompt: must be text, a list of token ids, or a list of either, none of them empty", "prompt")
+    raise field_error("prompt", "must be text, a list of token ids, or a list of either, none of them empty")
 
 
 def of_ids(item: Any, resolved: Resolved, truncates: bool, name: str) -> TokenPrompt | None:
@@ -102,10 +102,10 @@ def of_chat(
     """Messages and what else the template is given."""
     if chat_template and not server.trust_request_chat_template:
         text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
-        raise HttpError(400, f"chat_template: {text}", "chat_template")
+        raise field_error("chat_template", text)
     if continue_final_message and add_generation_prompt is True:
         text = "continue_final_message and add_generation_prompt exclude each other"
-        raise HttpError(400, f"add_generation_prompt: {text}", "add_generation_prompt")
+        raise field_error("add_generation_prompt", text)
     check_shapes(messages, tools)
     return ChatPrompt(
         messages_json=_json("messages", messages),
@@ -137,7 +137,7 @@ def _json(field: str, value: Any) -> bytes:
     try:
         return msgspec.json.encode(value)
     except RecursionError:
-        raise HttpError(400, f"{field}: nested too deeply", field) from None
+        raise field_error(field, "nested too deeply") from None
 
 
 def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:

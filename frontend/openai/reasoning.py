@@ -1,14 +1,16 @@
-"""Reasoning told from the answer: what a model writes before `</think>` or the like (--reasoning-parser). Pure.
+"""Reasoning told from the answer: what a model writes before `</think>` or the like (--reasoning-parser), and its budget. Pure.
 
-Called by parse.py and reading.py. Where the reasoning of a text ends, runtime/parsers/splitter.py says.
-"""
+Called by parse.py and responses.py; HttpError names the field. Where the reasoning of a text ends, runtime/parsers/splitter.py says."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import structured
+from meshlm.frontend.openai.schema import ChatRequest, Common, CompletionRequest
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.grammar import ThinkingBudget
-from meshlm.runtime.parsers import registry
+from meshlm.runtime.parsers import budgets, registry
 
 
 def tags(parser: str) -> tuple[str, ...]:
@@ -60,3 +62,30 @@ def begins(
 def fields(reasoning: str) -> dict[str, str]:
     """The reasoning by vLLM's name and by the older one, which many clients read."""
     return {"reasoning": reasoning, "reasoning_content": reasoning}
+
+
+def check_budget(request: Common, server: ServerConfig) -> None:
+    """Refuses a budget where nobody would keep it."""
+    if request.thinking_token_budget in (None, -1):
+        return
+    if why := budgets.why_none(server.reasoning_parser):
+        raise HttpError(400, f"{budgets.NAME}: not supported; {why}", budgets.NAME)
+
+
+def budget_of_completion(request: CompletionRequest, server: ServerConfig) -> ThinkingBudget | None:
+    """The budget of a completion, whose prompt or answer may open reasoning. No other constraint knows where that ends."""
+    if (num_tokens := request.thinking_token_budget) is None or num_tokens == -1:
+        return None
+    if request.use_beam_search or structured.grammar(request, server) is not None:
+        name = "use_beam_search" if request.use_beam_search else "another constraint of a completion's text"
+        raise HttpError(400, f"{budgets.NAME}: does not go with {name}", budgets.NAME)
+    return budgets.of_prompt(server.reasoning_parser, num_tokens)
+
+
+def budget_of_chat(request: ChatRequest, server: ServerConfig, is_opened: bool) -> ThinkingBudget | None:
+    """The budget of a chat's answer, which begins with reasoning."""
+    if (num_tokens := request.thinking_token_budget) is None or num_tokens == -1:
+        return None
+    if request.use_beam_search:
+        raise HttpError(400, f"{budgets.NAME}: does not go with use_beam_search", budgets.NAME)
+    return budget(server, num_tokens, is_opened)

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai import embeds, limits, nulls, reading, reasoning
-from meshlm.frontend.openai.logprobs import (
+from meshlm.frontend.openai import embeds, limits, reading, reasoning, response_fields
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.response_fields import (
     by_id,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs_json,
+    timing,
 )
-from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.timing import timing
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
@@ -186,11 +186,16 @@ class WholeResponse(Response):
         entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
         kind = "chat.completion" if self.options.is_chat else "text_completion"
         usage = self.usage()
-        usage["prompt_tokens_details"] |= nulls.PROMPT_DETAILS
-        rest: Json = {**nulls.ANSWER, "usage": usage, "system_fingerprint": self.fingerprint, **self.times()}
+        usage["prompt_tokens_details"] |= response_fields.NO_PROMPT_DETAILS
+        rest: Json = {
+            **response_fields.NO_ANSWER,
+            "usage": usage,
+            "system_fingerprint": self.fingerprint,
+            **self.times(),
+        }
         rest |= self.passed_on()
         if self.options.is_chat:
-            rest = {**nulls.CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
+            rest = {**response_fields.NO_CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})
 
     def passed_on(self) -> Json:
@@ -216,9 +221,12 @@ class WholeResponse(Response):
         finished = choice.finished
         assert finished is not None
         text = "" if self.options.prompt_only else "".join(self._texts.get(choice.index, []))
-        entry: Json = {"index": index, **(nulls.CHOICE if self.options.is_chat else nulls.TEXT_CHOICE)}
+        entry: Json = {
+            "index": index,
+            **(response_fields.NO_CHOICE if self.options.is_chat else response_fields.NO_TEXT_CHOICE),
+        }
         if self.options.is_chat:
-            entry["message"] = {"role": "assistant", **nulls.MESSAGE, **self._said(choice, text)}
+            entry["message"] = {"role": "assistant", **response_fields.NO_MESSAGE, **self._said(choice, text)}
             positions = self._logprobs.get(choice.index)
             wanted = self.options.logprobs >= 0 and positions is not None and not self.options.hides_tokens
             certain = bool(self.parsed_request.mesh.sampling.logprob_token_ids)

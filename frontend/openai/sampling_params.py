@@ -1,12 +1,12 @@
-"""How a request's tokens are drawn. Pure; HttpError names the field at fault. Called by parse.py."""
+"""How a request's tokens are drawn, and how it has its text. Pure; HttpError names the field at fault. Called by parse.py."""
 
 import math
 from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.schema import Common
+from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Common
 from meshlm.protocol import samplers
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import TextParams
@@ -20,7 +20,7 @@ def token_ids(name: str, ids: list[int], vocab_size: int) -> tuple[int, ...]:
     """Ids that the vocabulary has, each once; HttpError names the field otherwise."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):  # in C: there may be many
         token = next(token for token in ids if not 0 <= token < vocab_size)
-        raise HttpError(400, f"{name}: token id {token} is outside the vocabulary 0..{vocab_size - 1}", name)
+        raise field_error(name, f"token id {token} is outside the vocabulary 0..{vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -59,9 +59,9 @@ def _repetition_detection(request: Common) -> RepetitionDetection | None:
     if wanted is None or (wanted.max_pattern_size == 0 and wanted.min_pattern_size == 0):
         return None
     if wanted.min_pattern_size > wanted.max_pattern_size:
-        raise HttpError(400, f"{name}: min_pattern_size is at most max_pattern_size", name)
+        raise field_error(name, "min_pattern_size is at most max_pattern_size")
     if wanted.min_count < 2:
-        raise HttpError(400, f"{name}: min_count must be at least 2; one time is no repetition", name)
+        raise field_error(name, "min_count must be at least 2; one time is no repetition")
     return RepetitionDetection(wanted.max_pattern_size, max(1, wanted.min_pattern_size), wanted.min_count)
 
 
@@ -71,13 +71,13 @@ def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
         text = "vllm_xargs: the server has no logits processors that would read them (--logits-processors)"
         raise HttpError(400, text, "vllm_xargs")
     if len(msgspec.json.encode(given)) > MAX_XARGS_BYTES:
-        raise HttpError(400, f"vllm_xargs: at most {MAX_XARGS_BYTES} bytes", "vllm_xargs")
+        raise field_error("vllm_xargs", f"at most {MAX_XARGS_BYTES} bytes")
     return given
 
 
 def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:
     if ids is not None and not ids:
-        raise HttpError(400, "allowed_token_ids: an empty list allows no token", "allowed_token_ids")
+        raise field_error("allowed_token_ids", "an empty list allows no token")
     return token_ids("allowed_token_ids", ids or [], vocab_size)
 
 
@@ -85,10 +85,10 @@ def _bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     found = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS):
-            raise HttpError(400, f"logit_bias: {key[:20]!r} is no token id", "logit_bias")
+            raise field_error("logit_bias", f"{key[:20]!r} is no token id")
         token_ids("logit_bias", [int(key)], vocab_size)
         if math.isnan(value):
-            raise HttpError(400, f"logit_bias: that of {key} is no number", "logit_bias")
+            raise field_error("logit_bias", f"that of {key} is no number")
         found[int(key)] = min(100.0, max(-100.0, value))  # OpenAI's range
     return found
 
@@ -110,4 +110,35 @@ def check_beams(request: Common, resolved: Resolved, text: TextParams) -> None:
     refused += ["max_tokens"] * (request.max_tokens == 0)
     if refused:
         name = {"bad_words_token_ids": "bad_words"}.get(refused[0], refused[0])
-        raise HttpError(400, f"{name}: does not go with use_beam_search", name)
+        raise field_error(name, "does not go with use_beam_search")
+
+
+def text_params(request: Common, truncation: int, keep_special_tokens: tuple[str, ...]) -> TextParams:
+    """The settings for the detokenizer."""
+    return TextParams(
+        stop=_stops(request.stop),
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        spaces_between_special_tokens=request.spaces_between_special_tokens,
+        truncate_prompt_tokens=truncation,
+        truncation_side=request.truncation_side or "left",
+        bad_words=_bad_words(request.bad_words or []),
+        keep_special_tokens=keep_special_tokens,
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    texts = [stop] if isinstance(stop, str) else (stop or [])
+    if len(texts) > MAX_STOP_STRINGS:
+        raise field_error("stop", f"{len(texts)} strings; at most {MAX_STOP_STRINGS} are allowed")
+    if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in texts):
+        raise field_error("stop", f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(texts)
+
+
+def _bad_words(words: list[str]) -> tuple[str, ...]:
+    if len(words) > MAX_BAD_WORDS:
+        raise field_error("bad_words", f"{len(words)} words; at most {MAX_BAD_WORDS} are allowed")
+    if not all(1 <= len(word) <= MAX_STOP_LENGTH and word.strip() for word in words):
+        raise field_error("bad_words", f"each must have 1 to {MAX_STOP_LENGTH} characters, not blanks alone")
+    return tuple(words)

@@ -28,6 +28,8 @@ Count = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 RequestName = Annotated[str, Meta(pattern=r"^[!-~]{1,128}$(?!\n)")]  # it comes back in a header; not the $ of Python
 Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
+Salt = Annotated[str, Meta(min_length=1)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 TOOL_CHOICE = {
     "description": "A function forces a call of it, and required one of any of the tools.",
@@ -71,29 +73,40 @@ else:
     Samplers = msgspec.defstruct("Samplers", OPTIONAL, frozen=True, kw_only=True)
 
 
-class Common(Samplers, frozen=True, kw_only=True):
-    """The fields that both endpoints take. changes: what fields of other servers would change here (answer_fields.py)."""
+class SamplingFields(Samplers, frozen=True, kw_only=True):
+    """The fields that completions, chats and responses take. changes: what fields of other servers would change here
+    (answer_fields.py)."""
 
     changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Count | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
     logit_bias: dict[str, float] | None = None
     seed: Seed | None = None
     stop: str | list[str] | None = None
-    response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    priority: Priority = 0
+    cache_salt: Salt | None = None
+
+
+class Common(SamplingFields, frozen=True, kw_only=True):
+    """The fields that both endpoints take."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    response_format: dict[str, Any] | None = None
     guided_json: Annotated[Any, Meta(extra_json_schema=GUIDED_JSON)] = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -107,9 +120,6 @@ class Common(Samplers, frozen=True, kw_only=True):
     regex: str | None = None  # SGLang's
     json_schema: Annotated[Any, Meta(extra_json_schema=GUIDED_JSON)] = None  # llama.cpp's and SGLang's
     stop_token_ids: list[TokenId] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     allowed_token_ids: list[TokenId] | None = None
     bad_words: list[str] | None = None
@@ -122,8 +132,6 @@ class Common(Samplers, frozen=True, kw_only=True):
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Logprobs | None = None
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: none; of a chat's reasoning
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: RequestName | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import msgspec
 
 from meshlm.frontend.http.errors import error_object
-from meshlm.frontend.openai import nulls, reading, reasoning
-from meshlm.frontend.openai.logprobs import chat_logprobs, completion_logprobs
+from meshlm.frontend.http.retry import Progress
+from meshlm.frontend.openai import reading, reasoning, response_fields
 from meshlm.frontend.openai.reading import Reader
+from meshlm.frontend.openai.response_fields import chat_logprobs, completion_logprobs
 from meshlm.frontend.openai.responses import AnswerHead, Json, Response, visible_reason
-from meshlm.frontend.requests.retry import Progress
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
@@ -33,7 +33,9 @@ class StreamResponse(Response):
         self._readers: dict[int, Reader] = {}  # of choices that may have more than content
         self._shows_ids = self.options.return_token_ids and not self.options.hides_tokens
         self._plain = not (self._shows_ids or self.options.continuous_usage)
-        self._nothing: Json = {**(nulls.CHAT_CHUNK_CHOICE if self.options.is_chat else nulls.TEXT_CHUNK_CHOICE)}
+        self._nothing: Json = {
+            **(response_fields.NO_CHAT_CHUNK_CHOICE if self.options.is_chat else response_fields.NO_TEXT_CHUNK_CHOICE)
+        }
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         affixes = choice.affixes

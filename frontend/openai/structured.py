@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.schema import Common
 from meshlm.protocol.config import ServerConfig, StructuredOutputsConfig
 from meshlm.protocol.grammar import Grammar, GrammarKind
@@ -44,9 +44,9 @@ def grammar(request: Common, server: ServerConfig) -> Grammar | None:
     field = found[-1].param.split(".")[0]
     if len(found) > 1:
         names = ", ".join(one.param.split(".")[0] for one in found)
-        raise HttpError(400, f"{field}: only one constraint may be given; {names} are", field)
+        raise field_error(field, f"only one constraint may be given; {names} are")
     if request.use_beam_search:
-        raise HttpError(400, f"{field}: does not go with use_beam_search", field)
+        raise field_error(field, "does not go with use_beam_search")
     return found[0]
 
 
@@ -64,7 +64,7 @@ def _of_response_format(format: Any, config: StructuredOutputsConfig) -> list[Gr
         case {"type": "json_object" | "json", "value": dict() as schema, **rest} if not _given(rest):  # TGI's
             return [json_schema(schema, f"{field}.value", config)]
         case {"type": "text" | "json_object" as kind, **rest}:
-            raise HttpError(400, f"{field}: type {kind!r} has no {_given(rest)[0][:40]!r}", field)
+            raise field_error(field, f"type {kind!r} has no {_given(rest)[0][:40]!r}")
         case {"type": "regex", "value": pattern}:
             return [of_kind("regex", pattern, f"{field}.value", config)]
         case {"type": "grammar", "grammar": grammar}:
@@ -72,15 +72,15 @@ def _of_response_format(format: Any, config: StructuredOutputsConfig) -> list[Gr
         case {"type": "json_schema", "json_schema": {"schema": dict() as schema} as named}:
             strict = named.get("strict")
             if strict is not None and not isinstance(strict, bool):
-                raise HttpError(400, f"{field}.json_schema.strict: must be true or false", field)
+                raise field_error(f"{field}.json_schema.strict", "must be true or false")
             return [json_schema(schema, f"{field}.json_schema.schema", config, strict=bool(strict))]
         case {"type": "json_schema"}:
-            raise HttpError(400, f"{field}: type 'json_schema' needs json_schema, with the schema as an object", field)
+            raise field_error(field, "type 'json_schema' needs json_schema, with the schema as an object")
         case {"type": "structural_tag"}:
             return [structural_tag(format, field, config)]
     kind = format.get("type") if isinstance(format, dict) else format
     known = "'text', 'json_object', 'json_schema', 'structural_tag', 'regex' and 'grammar' are"
-    raise HttpError(400, f"{field}: type {str(kind)[:40]!r} is not supported; {known}", field)
+    raise field_error(field, f"type {str(kind)[:40]!r} is not supported; {known}")
 
 
 def _given(fields: Mapping[Any, Any]) -> list[str]:
@@ -101,5 +101,5 @@ def _of_plain(request: Common, config: StructuredOutputsConfig) -> list[Grammar]
         found = [msgspec.structs.replace(one, whitespace_pattern=pattern) for one in found]
     if request.guided_decoding_backend not in (None, "", "auto", "guidance"):
         text = f"{request.guided_decoding_backend[:40]!r} is not here; 'auto' and 'guidance' (llguidance) are"
-        raise HttpError(400, f"guided_decoding_backend: {text}", "guided_decoding_backend")
+        raise field_error("guided_decoding_backend", text)
     return found

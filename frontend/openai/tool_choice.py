@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import structured
 from meshlm.frontend.openai.prompts import check_shapes
 from meshlm.frontend.openai.schema import ChatRequest
@@ -67,27 +67,25 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
     strict = {function["name"] for function in functions if function.get("strict")} & choice.tools.keys()
     if request.use_beam_search and (choice.forces or strict):
         field = "tool_choice" if choice.forces else "tools"
-        raise HttpError(400, f"{field}: a forced or strict call does not go with use_beam_search", field)
+        raise field_error(field, "a forced or strict call does not go with use_beam_search")
     if choice.forces:
         if any(getattr(request, name) is not None for name in ("structured_outputs", *PLAIN)):
-            raise HttpError(400, "tool_choice: a forced call goes with no other constraint of the text", "tool_choice")
+            raise field_error("tool_choice", "a forced call goes with no other constraint of the text")
         found = _in_channels(choice, server) if has_channels(server) else _forced(choice, server, bool(strict))
         return msgspec.structs.replace(found, whitespace_pattern=request.guided_whitespace_pattern or "")
     if choice.tools and not server.enable_auto_tool_choice:
         text = (
             "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
         )
-        raise HttpError(400, f"tools: {text}", "tools")
+        raise field_error("tools", text)
     if not strict:
         return None
     form = registry.tool_parser(server.tool_call_parser).structure
     if form is None:
         text = f"calls in the form of --tool-call-parser {server.tool_call_parser} are not held to a schema"
-        raise HttpError(
-            400, f"tools: strict: {text}; with tool_choice 'required' or a function's name they are", "tools"
-        )
+        raise field_error("tools", f"strict: {text}; with tool_choice 'required' or a function's name they are")
     if structured.grammar(request, server) is not None:
-        raise HttpError(400, "tools: strict: goes with no other constraint of the text", "tools")
+        raise field_error("tools", "strict: goes with no other constraint of the text")
     return _made(lambda: made_tag(structural_tag(form, choice, strict), "tools", server.structured_outputs))
 
 
@@ -102,8 +100,7 @@ def has_channels(server: ServerConfig) -> bool:
 
 def _in_channels(choice: ToolChoice, server: ServerConfig) -> Grammar:
     if not server.tool_call_parser:
-        text = f"forced calls of gpt-oss need --tool-call-parser {registry.HARMONY}"
-        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+        raise field_error("tool_choice", f"forced calls of gpt-oss need --tool-call-parser {registry.HARMONY}")
     from meshlm.runtime.parsers import harmony
 
     wanted = [choice.name] if choice.name else choice.tools
@@ -127,11 +124,9 @@ def _choice(request: ChatRequest) -> ToolChoice:
         looks = choice is None and bool(request.tools)
         return ToolChoice(_parameters(request.tools or []) if looks else {})
     if choice not in ("auto", "required") and not isinstance(choice, dict):
-        raise HttpError(400, "tool_choice: 'none', 'auto', 'required' or a function is expected", "tool_choice")
+        raise field_error("tool_choice", "'none', 'auto', 'required' or a function is expected")
     if not request.tools:
-        raise HttpError(
-            400, f"tool_choice: {choice if isinstance(choice, str) else 'a function'!r} needs tools", "tool_choice"
-        )
+        raise field_error("tool_choice", f"{choice if isinstance(choice, str) else 'a function'!r} needs tools")
     tools = _parameters(request.tools)
     if isinstance(choice, str):
         return ToolChoice(tools, required=choice == "required")
@@ -144,10 +139,9 @@ def _name(choice: Any, tools: Tools) -> str:
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        text = '{"type": "function", "function": {"name": ...}} is expected'
-        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+        raise field_error("tool_choice", '{"type": "function", "function": {"name": ...}} is expected')
     if name not in tools:
-        raise HttpError(400, f"tool_choice: there is no tool {name[:64]!r}", "tool_choice")
+        raise field_error("tool_choice", f"there is no tool {name[:64]!r}")
     return name
 
 
@@ -155,8 +149,7 @@ def _allowed(allowed: Any, tools: Tools) -> ToolChoice:
     """A choice among some of the tools."""
     mode, names = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, None)
     if mode not in ("auto", "required") or not isinstance(names, list) or not names:
-        text = "allowed_tools needs a mode, 'auto' or 'required', and a list of tools"
-        raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+        raise field_error("tool_choice", "allowed_tools needs a mode, 'auto' or 'required', and a list of tools")
     found = {name: tools[name] for name in (_name(one, tools) for one in names)}
     return ToolChoice(found, required=mode == "required", is_part=True)
 
@@ -215,7 +208,7 @@ def _content(form: Structure | ParameterStructure, name: str, given: Json | None
 
 
 def _not_held(what: object) -> HttpError:
-    return HttpError(400, f"tools: strict: {what} cannot be enforced in the form of --tool-call-parser", "tools")
+    return field_error("tools", f"strict: {what} cannot be enforced in the form of --tool-call-parser")
 
 
 def definitions(tools: Tools) -> Json:
@@ -238,7 +231,7 @@ def _moved(given: Json, base: str) -> Json:
     try:
         return schema_references.moved(given, base, MAX_DEPTH)
     except schema_references.TooDeep:
-        raise HttpError(400, f"tools: a schema is nested more than {MAX_DEPTH} deep", "tools") from None
+        raise field_error("tools", f"a schema is nested more than {MAX_DEPTH} deep") from None
 
 
 def for_counting(request: ChatRequest, server: ServerConfig) -> tuple[ChatRequest, ServerConfig]:

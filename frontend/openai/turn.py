@@ -6,7 +6,9 @@ responses_api/format.py.
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
+
+import msgspec
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.reading import Reader, Said
@@ -16,31 +18,57 @@ from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
 
 Json = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
 
 
-class TurnFormat(Protocol):
-    """An endpoint's form of a turn. Events that are to be sent are taken from `events` after each row."""
+class TurnFormat:
+    """An endpoint's form of a turn, made of what the model says in its order. Events that are to be sent are taken from `events` after
+    each row; the last ones, `last_events`, go out once the answer is stored where it is to be. The form knows what it has open: an
+    item of text, of reasoning, or a call. What a form does not tell, it leaves out."""
 
-    events: list[bytes]
-    last_events: bytes  # that a stream's answer ends with, once the answer is stored where it is to be
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self.last_events = b""
+        self._kind = ""  # of the open item
+        self._texts: list[str] = []  # of the open item
+        self._call = -1  # index of the open call
 
-    def begin(self, turn: "TurnResponse") -> None: ...
-    def reasoning(self, text: str) -> None: ...
-    def text(self, text: str) -> None: ...
+    def begin(self, turn: "TurnResponse") -> None:
+        """The first row is here."""
+
+    def reasoning(self, text: str) -> None:
+        """More of the reasoning."""
+
+    def text(self, text: str) -> None:
+        """More of the answer's text."""
+
     def logprobs(self, positions: list[PositionLogprobs]) -> None:
         """Log-probabilities of the tokens of the text that follows."""
-        ...
 
     def call(self, call: Json) -> None:
         """A tool call in the form of OpenAI's deltas: one with a new index begins it, more of the same index has more arguments."""
-        ...
 
-    def end(self, turn: "TurnResponse", finished: Finished) -> None: ...
+    def is_new(self, call: Json, kind: str) -> bool:
+        """Whether this begins a call: none of that index is open as an item of that kind."""
+        begins = self._kind != kind or call["index"] != self._call
+        self._call = call["index"]
+        return begins
+
+    def end(self, turn: "TurnResponse", finished: Finished) -> None:
+        """No more follows."""
+
     def failed(self, turn: "TurnResponse", error: HttpError) -> bytes:
         """The events of a stream that cannot go on."""
-        ...
+        return b""
 
-    def body(self, turn: "TurnResponse") -> bytes: ...
+    def body(self, turn: "TurnResponse") -> bytes:
+        """The JSON answer."""
+        raise NotImplementedError
+
+
+def event_of(kind: str, fields: Json) -> bytes:
+    """A server-sent event with its name and its data, which has the name too."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
 
 
 class Blocks:

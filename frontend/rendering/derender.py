@@ -4,7 +4,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_schema import ChatCompletionLogProb, ChatCompletionLogProbsContent
 from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
@@ -36,15 +36,15 @@ def checked(parsed_request: ParsedRequest, found: Sequence[Generated], context: 
         text = f"choices: {len(choices)}; one answer has 1 to {MAX_SEQUENCES}"
         raise HttpError(400, text, "choices")
     if not all(choice.token_ids for choice in choices):
-        raise HttpError(400, "token_ids: a choice needs one token at least", "token_ids")
+        raise field_error("token_ids", "a choice needs one token at least")
     if any(len(choice.token_ids or ()) > context for choice in choices):
-        raise HttpError(400, f"token_ids: this model's maximum context length is {context} tokens", "token_ids")
+        raise field_error("token_ids", f"this model's maximum context length is {context} tokens")
     for name, is_asked in (
         ("echo", parsed_request.answer.echo),
         ("return_prompt_text", parsed_request.answer.return_prompt_text),
     ):
         if is_asked:
-            raise HttpError(400, f"{name}: the prompt is not known here", name)
+            raise field_error(name, "the prompt is not known here")
     tops = [len(one.top_logprobs) for choice in choices for one in _content(choice)]
     return parsed_request.with_mesh(num_choices=len(choices), beams=False).with_answer(
         num_returned=len(choices),

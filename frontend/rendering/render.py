@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import embeds
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol import samplers
@@ -21,18 +21,18 @@ SAME = (  # names of SamplingParams that are vLLM's too
 def check(parsed_request: ParsedRequest) -> None:
     """Refuses what is no single generation."""
     if parsed_request.mesh.beams:
-        raise HttpError(400, "use_beam_search: a search is many requests", "use_beam_search")
+        raise field_error("use_beam_search", "a search is many requests")
     if any(map(embeds.vectors_of, parsed_request.mesh.prompts)):
-        raise HttpError(400, "prompt_embeds: vectors cannot be rendered to token ids", "prompt_embeds")
+        raise field_error("prompt_embeds", "vectors cannot be rendered to token ids")
     if parsed_request.mesh.num_choices != parsed_request.answer.num_returned:
-        raise HttpError(400, "best_of: is chosen where the tokens are", "best_of")
+        raise field_error("best_of", "is chosen where the tokens are")
     if (grammar := find_extra(parsed_request.mesh.extras, Grammar)) is not None and grammar.begins_after:
         field = grammar.param.split(".")[0]
-        raise HttpError(400, f"{field}: begins behind the reasoning, which token ids alone do not tell", field)
+        raise field_error(field, "begins behind the reasoning, which token ids alone do not tell")
     if parsed_request.answer.echo:
-        raise HttpError(400, "echo: an answer of token ids has no prompt in it", "echo")
+        raise field_error("echo", "an answer of token ids has no prompt in it")
     if parsed_request.answer.prompt_only:
-        raise HttpError(400, "max_tokens: 0 asks for no token", "max_tokens")
+        raise field_error("max_tokens", "0 asks for no token")
 
 
 def kept(ids: list[int], text: TextParams) -> slice:
@@ -62,7 +62,7 @@ def rendered(
         raise HttpError(400, text, prompt)
     wanted = room if parsed_request.mesh.max_tokens is None else parsed_request.mesh.max_tokens
     if wanted > room and not parsed_request.mesh.cap_max_tokens:
-        raise HttpError(400, f"{most}: {wanted} are more than the {room} that the context leaves", most)
+        raise field_error(most, f"{wanted} are more than the {room} that the context leaves")
     options = (
         {"include_usage": True, "continuous_usage_stats": parsed_request.answer.continuous_usage}
         if parsed_request.answer.include_usage

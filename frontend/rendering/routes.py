@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai.parsed_request import ParsedRequest
@@ -152,7 +152,7 @@ class Rendering:
         body, unknown = bodies.decode(raw, DerenderCompletionRequest)
         self._reader.check_model(body.model)
         if body.prompt_tokens is not None and len(body.prompt_tokens) != len(body.generate_responses):
-            raise HttpError(400, "prompt_tokens: give one number for each of generate_responses", "prompt_tokens")
+            raise field_error("prompt_tokens", "give one number for each of generate_responses")
         asked = body.completion_request or CompletionRequest(prompt="a")
         parsed_request = parse.completion(asked, unknown, self._backend.resolved, self._backend.config.server)
         return body, derender.checked(parsed_request, body.generate_responses, self._backend.resolved.max_model_len)

@@ -12,7 +12,15 @@ from meshlm.frontend.openai.response_schema import (
     PromptLogprobs,
     UsageInfo,
 )
-from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest, RequestName, StreamOptions, TokenId
+from meshlm.frontend.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Priority,
+    RequestName,
+    Salt,
+    StreamOptions,
+    TokenId,
+)
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
@@ -27,8 +35,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    cache_salt: Salt | None = None
+    priority: Priority = 0
     assistant_tokens_mask: list[int] | None = None
     token_offsets: list[list[int]] | None = None
     features: None = None

@@ -5,9 +5,9 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError, error_object
-from meshlm.frontend.openai.logprobs import by_id, chat_logprobs
+from meshlm.frontend.http.errors import error_object, field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.response_fields import by_id, chat_logprobs
 from meshlm.frontend.openai.responses import WholeResponse, visible_reason
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
@@ -25,7 +25,7 @@ OF_PYTHON = ("detokenize", "output_kind", "skip_clone", "flat_logprobs")  # vLLM
 def completion_of(body: GenerateRequest) -> Json:
     """The fields of a completion that asks for the same."""
     if body.sampling_params.get("prompt_embeds") is not None:
-        raise HttpError(400, "sampling_params.prompt_embeds: not supported; the prompt is token_ids", "sampling_params")
+        raise field_error("sampling_params.prompt_embeds", "not supported; the prompt is token_ids")
     sampling = {EXTRA.get(name, name): value for name, value in body.sampling_params.items() if name not in OF_PYTHON}
     rest: Json = {
         "model": body.model,

@@ -14,23 +14,21 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
-from meshlm.frontend.openai.fingerprint import system_fingerprint
 from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.response_fields import system_fingerprint
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
 from meshlm.frontend.operator.mesh_operations import MeshOperations
-from meshlm.frontend.requests import retry, submits
-from meshlm.frontend.requests.admission import Admission
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.admission import Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.beams import Search
-from meshlm.frontend.requests.interval import Interval
-from meshlm.frontend.requests.pacing import Pace, most_waiting
-from meshlm.frontend.requests.poison import PoisonBodies
-from meshlm.frontend.requests.readiness import Readiness
+from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
 from meshlm.frontend.speech.answers import SpeechStream
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -76,11 +74,22 @@ class Form(NamedTuple):
     stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], StreamAnswer]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
-    before_end: Callable[[], Awaitable[None]] | None = (
-        None  # awaited when all is said, before the client has the end of it
-    )
+    # Awaited when all is said, before the client has the end of it.
+    before_end: Callable[[], Awaitable[None]] | None = None
     # Awaited once the request is admitted, with its id and its rank: the request that is to be sent.
     before_start: Callable[[ParsedRequest, str, int], Awaitable[ParsedRequest]] | None = None
+
+
+def form_of_turns(make: Callable[[ParsedRequest], TurnFormat], **options: Any) -> Form:
+    """The form of an endpoint whose answers are turns; `options`: its other fields."""
+
+    def whole(head: AnswerHead) -> TurnResponse:
+        return TurnResponse(head, None, make(head.parsed_request))
+
+    def stream(head: AnswerHead, write: Callable[[bytes], None], progress: retry.Progress | None) -> TurnResponse:
+        return TurnResponse(head, write, make(head.parsed_request))
+
+    return Form(whole, stream, **options)
 
 
 OPENAI = Form(WholeResponse, StreamResponse)
@@ -157,27 +166,23 @@ class Generation:
         asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
         try:
             if form.before_start is not None:
-                prepared = await _unless_disconnected(request, form.before_start(parsed_request, request_id, rank))
+                prepared = await unless_disconnected(request, form.before_start(parsed_request, request_id, rank))
                 if prepared is None:
                     status = 499
                     return None
                 parsed_request = answer.parsed_request = prepared
-            asked = await self.submits_of(
-                answer, parsed_request, rank, idempotency_key, position.cuts if position is not None else ()
-            )
-            if parsed_request.mesh.beams or len(asked) > 1:
-                asks = (
-                    self._search(answer, parsed_request, rank, end)
-                    if parsed_request.mesh.beams
-                    else self._open(asked, opened)
-                )
-                asking = asyncio.ensure_future(asks)
-            if asking is None:
+            cuts = position.cuts if position is not None else ()
+            asked = await self.submits_of(answer, parsed_request, rank, idempotency_key, cuts)
+            if parsed_request.mesh.beams:
+                asking = asyncio.ensure_future(self._search(answer, parsed_request, rank, end))
+            elif len(asked) > 1:
+                asking = asyncio.ensure_future(self._open(asked, opened))
+            else:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
             if options.stream:
                 return await self._stream(request, answer, writer, end, form, answer_name)  # type: ignore[arg-type]
-            if not await _ended_before_disconnect(request, end):
+            if not await unless_disconnected(request, end.wait()):
                 status = 499
                 return None
             if parsed_request.mesh.beams and asking is not None:
@@ -271,7 +276,7 @@ class Generation:
         names = [(name.lower().encode(), answer_name.encode("latin-1", "replace")) for name in form.id_headers]
         pump = asyncio.ensure_future(_first_then_pump(writer, names))
         try:
-            if not await _ended_before_disconnect(request, end):
+            if not await unless_disconnected(request, end.wait()):
                 return None
             if not writer.started and answer.error is not None:
                 raise answer.error
@@ -301,19 +306,7 @@ async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes
     await writer.pump()
 
 
-async def _ended_before_disconnect(request: Request, end: asyncio.Event) -> bool:
-    """Wait for the end of the answer; False when the client leaves first."""
-    ended = asyncio.ensure_future(end.wait())
-    left = asyncio.ensure_future(disconnected(request))
-    try:
-        await asyncio.wait({ended, left}, return_when=asyncio.FIRST_COMPLETED)
-        return ended.done()
-    finally:
-        ended.cancel()
-        left.cancel()
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared | None:
+async def unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared | None:
     """What the work gives; None, and no more of it is done, when the client leaves first."""
     done = asyncio.ensure_future(work)
     left = asyncio.ensure_future(disconnected(request))

@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai import limits, prompts
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.openai.sampling_params import token_ids
-from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, RequestName, TokenId
+from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, Priority, RequestName, TokenId
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.requests.generation import Form, Generation
 from meshlm.frontend.routes.operation import NAMED, Group, route
@@ -46,7 +46,7 @@ class GenerativeScoringRequest(Struct, frozen=True, kw_only=True):
     apply_softmax: bool = True
     item_first: bool = False
     add_special_tokens: bool = True  # around the query, where it is text; items have none
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
+    priority: Priority = 0
     request_id: RequestName | None = None
 
 
@@ -80,7 +80,7 @@ def parse(body: GenerativeScoringRequest, unknown: tuple[str, ...], resolved: Re
     for item in body.items:
         part = _part("items", item, False, resolved)
         if not item and not body.query:
-            raise HttpError(400, "items: an empty item needs a query that is not empty", "items")
+            raise field_error("items", "an empty item needs a query that is not empty")
         prompt = JoinedPrompt((part, query) if body.item_first else (query, part))
         limits.check_prompt(prompt, True, resolved)
         asked.append(prompt)

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import msgspec
 
-from meshlm.frontend.http.errors import NO_AUDIO, HttpError
+from meshlm.frontend.http import retry
+from meshlm.frontend.http.errors import NO_AUDIO, HttpError, field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.requests import retry
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Retry, Submit, media_of
@@ -98,7 +98,7 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in parsed_request.mesh.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
-        raise HttpError(400, "priority: requests wait in order of arrival (--scheduling-policy)", "priority")
+        raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     server = config.server
     several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
     if several and config.cache.prefix_caching_per_key:
@@ -117,5 +117,5 @@ def dp_rank(headers: Mapping[str, str]) -> int:
     if value is None:
         return -1
     if not value.isdecimal() or len(value) > 6:
-        raise HttpError(400, f"X-data-parallel-rank: {value!r} is no rank number", "X-data-parallel-rank")
+        raise field_error("X-data-parallel-rank", f"{value!r} is no rank number")
     return int(value)

@@ -14,12 +14,12 @@ from collections.abc import Awaitable, Callable, Mapping
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, trace_headers
 from meshlm.frontend.openai.turn import TurnResponse
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.generation import Backend, Generation
-from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.shelf import Shelf

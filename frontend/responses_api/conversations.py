@@ -11,9 +11,9 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.responses_api import items, listing, schema, shelf, translate
-from meshlm.frontend.responses_api.keys import key_of
+from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation
 from meshlm.frontend.responses_api.schema import ConversationRequest, ItemsRequest, MetadataRequest
 from meshlm.frontend.routes.operation import STORED, Group, OfClass, Parameter, route
@@ -165,7 +165,7 @@ class ConversationRoutes:
 def _checked(given: list[Json], name: str) -> list[Json]:
     """The items as they are stored. HttpError for those that no prompt could have."""
     if len(given) > MAX_ADDED:
-        raise HttpError(400, f"items: {len(given)} items; at most {MAX_ADDED} in one request", "items")
+        raise field_error("items", f"{len(given)} items; at most {MAX_ADDED} in one request")
     items.messages_of(given, "items")
     return items.stored(given, name)
 

@@ -6,9 +6,12 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.logprobs import chat_logprobs
-from meshlm.frontend.openai.turn import TurnResponse
+from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.response_fields import chat_logprobs
+from meshlm.frontend.openai.turn import TurnFormat, TurnResponse, event_of
+from meshlm.frontend.responses_api import tools, translate
 from meshlm.frontend.responses_api.items import sealed
+from meshlm.frontend.responses_api.schema import ENCRYPTED, ResponsesRequest
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import FinishReason
@@ -23,24 +26,20 @@ _DONE = {
 }
 
 
-class ResponseFormat:
-    """A TurnFormat. `repeated`: the fields of the answer that are the request's. `namespaces`: as tools.namespaces gives them. `seals`:
-    reasoning has an encrypted_content too."""
+class ResponseFormat(TurnFormat):
+    """`stores`: the answer is kept; `streams`: events are wanted."""
 
-    def __init__(self, repeated: Json, namespaces: dict[str, tuple[str, str]], *, streams: bool, seals: bool) -> None:
-        self.events: list[bytes] = []
-        self.last_events = b""
+    def __init__(self, fields: ResponsesRequest, parsed_request: ParsedRequest, *, stores: bool, streams: bool) -> None:
+        super().__init__()
         self.output: list[Json] = []
         self.num_events = 0
-        self._repeated, self._streams, self._seals = repeated, streams, seals
-        self._namespaces = namespaces
-        self._parts: list[str] = []  # of the open item's text
-        self._kind = ""  # of the open item
-        self._call = -1  # index of the open call
+        self._repeated = translate.repeated(fields, parsed_request, stores=stores)
+        self._namespaces, self._streams = tools.namespaces(fields), streams
+        self._seals = ENCRYPTED in (fields.include or ())  # reasoning has an encrypted_content too
         self._name = ""
         self._pending: list[PositionLogprobs] = []  # of tokens whose text is still to come
         self._logprobs: list[Json] = []  # of the open message
-        self._final: Json | None = None
+        self.final: Json = {}  # the answer, once it has ended
 
     def begin(self, turn: TurnResponse) -> None:
         self._name = turn.request_id.removeprefix("resp_")
@@ -74,8 +73,7 @@ class ResponseFormat:
     def call(self, call: Json) -> None:
         self._pending = []
         function = call["function"]
-        if self._kind != "function_call" or call["index"] != self._call:
-            self._call = call["index"]
+        if self.is_new(call, "function_call"):
             namespace, name = self._namespaces.get(function["name"], (None, function["name"]))
             fields = {"call_id": call["id"], "name": name, "namespace": namespace, "arguments": ""}
             self._open("function_call", "fc", fields, None)
@@ -85,31 +83,29 @@ class ResponseFormat:
     def end(self, turn: TurnResponse, finished: Finished) -> None:
         status = "incomplete" if finished.reason is FinishReason.LENGTH else "completed"
         self._close(status)
-        self._final = self.snapshot(turn, status)
-        self.last_events = self._event(f"response.{status}", {"response": self._final})
+        self.final = self.snapshot(turn, status)
+        self.last_events = self._event(f"response.{status}", {"response": self.final})
 
     def failed(self, turn: TurnResponse, error: HttpError) -> bytes:
         self._close("incomplete")
-        self._final = self.snapshot(turn, "failed", error)
-        self._emit("response.failed", {"response": self._final})
+        self.final = self.snapshot(turn, "failed", error)
+        self._emit("response.failed", {"response": self.final})
         events = b"".join(self.events)
         self.events.clear()
         return events
 
     def is_not_stored(self) -> None:
         """After the end: the answer says so."""
-        assert self._final is not None
-        self._final["store"] = False
+        self.final["store"] = False
         if self.last_events:
-            self.last_events = self._event(f"response.{self._final['status']}", {"response": self._final})
+            self.last_events = self._event(f"response.{self.final['status']}", {"response": self.final})
 
     def body(self, turn: TurnResponse) -> bytes:
-        return _encode(self._final)
+        return _encode(self.final)
 
     def outcome(self) -> tuple[str, bytes]:
         """The status and the answer, after the end."""
-        assert self._final is not None
-        return self._final["status"], _encode(self._final)
+        return self.final["status"], _encode(self.final)
 
     def snapshot(self, turn: TurnResponse, status: str, error: HttpError | None = None) -> Json:
         """The answer as it is now."""
@@ -128,15 +124,13 @@ class ResponseFormat:
             "usage": usage_of(turn) if ended else None,
             **self._repeated,
             **(
-                _raw_messages(turn)
-                if turn.parsed_request.answer.return_prompt_text and status in ("completed", "incomplete")
-                else {}
+                _raw_messages(turn) if turn.options.return_prompt_text and status in ("completed", "incomplete") else {}
             ),
         }
 
     def _open(self, kind: str, prefix: str, fields: Json, part: Json | None) -> None:
         self._close("completed")
-        self._kind, self._parts, self._logprobs = kind, [], []
+        self._kind, self._texts, self._logprobs = kind, [], []
         digest = hashlib.sha256(f"{self._name}-{len(self.output)}".encode()).hexdigest()[:32]
         item = {"id": f"{prefix}_{digest}", "type": kind, "status": "in_progress", **fields}
         self.output.append(item)
@@ -145,13 +139,13 @@ class ResponseFormat:
             self._of_item("response.content_part.added", {"content_index": 0, "part": part})
 
     def _delta(self, kind: str, text: str, more: Json) -> None:
-        self._parts.append(text)
+        self._texts.append(text)
         self._of_item(kind, {"delta": text, **more})
 
     def _close(self, status: str) -> None:
         if not self._kind:
             return
-        item, text = self.output[-1], "".join(self._parts)
+        item, text = self.output[-1], "".join(self._texts)
         kind, field = _DONE[self._kind]
         if self._kind == "function_call":
             item["arguments"] = text
@@ -180,8 +174,7 @@ class ResponseFormat:
         self.num_events += 1
 
     def _event(self, kind: str, fields: Json) -> bytes:
-        data = _encode({"type": kind, "sequence_number": self.num_events, **fields})
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        return event_of(kind, {"sequence_number": self.num_events, **fields})
 
 
 def _raw_messages(turn: TurnResponse) -> Json:
@@ -189,7 +182,7 @@ def _raw_messages(turn: TurnResponse) -> Json:
     prompt = turn.prompt[0]
     read = {"message": prompt.prompt_text, "tokens": unpack_i32(prompt.prompt_token_ids).tolist()}
     wrote = {"message": "".join(turn.raw), "tokens": turn.choices[0].token_ids.tolist()}
-    of_output = [] if turn.parsed_request.answer.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
+    of_output = [] if turn.options.hides_tokens else [{**wrote, "type": "raw_message_tokens"}]
     return {"input_messages": [{**read, "type": "raw_message_tokens"}], "output_messages": of_output}
 
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits
-from meshlm.frontend.responses_api import items, previous, translate
+from meshlm.frontend.responses_api import items, translate
 from meshlm.frontend.responses_api.records import CONVERSATION
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.responses_api.shelf import Shelf
@@ -31,7 +31,7 @@ class History:
         if name := translate.conversation_of(fields):
             await self._shelf.conversation(name, key, "conversation")
             return await self._shelf.items(name)
-        found = previous.items_of(fields.previous_input_messages)
+        found = items.previous_items(fields.previous_input_messages)
         name, size = fields.previous_response_id or "", 0
         most = max(limits.MIN_PROMPT_BYTES, limits.BYTES_PER_TOKEN * self._max_model_len)
         for _ in range(MAX_TURNS):
@@ -60,7 +60,7 @@ class History:
         if not names:
             return fields
         if len(names) > MAX_TURNS:
-            raise HttpError(400, f"input: at most {MAX_TURNS} references to items", "input")
+            raise field_error("input", f"at most {MAX_TURNS} references to items")
         known = {item["id"]: item for item in before if "id" in item}
         known |= await self._shelf.find_items([name for name in names if name not in known], key)
         if missing := [name for name in names if name not in known]:

@@ -1,14 +1,15 @@
-"""Items of OpenAI's Responses API to a chat's messages. Pure; HttpError names the item at fault.
+"""Items of OpenAI's Responses API to a chat's messages, and `previous_input_messages` to items. Pure; HttpError names what is at fault.
 
-A turn of the assistant may be several items there, a reasoning, a message and calls: they are one message of a chat.
-"""
+A turn of the assistant may be several items there, a reasoning, a message and calls: they are one message of a chat. A previous message
+has OpenAI's chat form, or the form of gpt-oss' harmony: an author, and by its channel and its recipient it is a reasoning, an answer, a
+call, or a call's result. Results there have no id: one belongs to the last call of its function."""
 
 import base64
 import binascii
 import hashlib
 from typing import Any
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.responses_api.tools import flat
 
 Json = dict[str, Any]
@@ -28,7 +29,7 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
     for place, item in enumerate(items):
         where = f"{field}[{place}]"
         if not isinstance(item, dict):
-            raise _wrong(where, "an item is an object")
+            raise field_error(where, "an item is an object")
         match item.get("type", "message"):
             case "message":
                 _message(item, where, found)
@@ -45,7 +46,7 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
             case "compaction":
                 _compaction(_unsealed(_string(item, "encrypted_content", where), where), found)
             case kind:
-                raise _wrong(where, f"items of type {str(kind)[:40]!r} are not supported")
+                raise field_error(where, f"items of type {str(kind)[:40]!r} are not supported")
     for message in found:
         if message["role"] == "assistant":
             message.setdefault("content", None if "tool_calls" in message else "")
@@ -94,14 +95,14 @@ def _turn(found: list[Json], after: tuple[str, ...]) -> Json:
 def _message(item: Json, where: str, found: list[Json]) -> None:
     role = item.get("role")
     if not (isinstance(role, str) and role):
-        raise _wrong(f"{where}.role", "must be a string such as 'user'")
+        raise field_error(f"{where}.role", "must be a string such as 'user'")
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
         if role == "assistant" or len(content) == 1:
             content = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
-        raise _wrong(f"{where}.content", "must be text or a list of parts")
+        raise field_error(f"{where}.content", "must be text or a list of parts")
     if role == "assistant":
         _turn(found, after=("reasoning",))["content"] = content
     else:
@@ -110,11 +111,13 @@ def _message(item: Json, where: str, found: list[Json]) -> None:
 
 def _part(part: Any, where: str) -> Json:
     if not (isinstance(part, dict) and isinstance(part.get("type"), str)):
-        raise _wrong(where, "a part is an object with a type")
+        raise field_error(where, "a part is an object with a type")
     if part["type"] == "refusal":
         return {"type": "text", "text": _string(part, "refusal", where)}
     if part["type"] not in TEXTS:
-        raise _wrong(where, f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are")
+        raise field_error(
+            where, f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are"
+        )
     return {"type": "text", "text": _string(part, "text", where)}
 
 
@@ -144,7 +147,7 @@ def _texts(item: Json, field: str, kind: str, where: str) -> str:
     if (parts := item.get(field)) is None:
         return ""
     if not isinstance(parts, list) or not all(isinstance(part, dict) and part.get("type") == kind for part in parts):
-        raise _wrong(f"{where}.{field}", f"must be a list of parts of type {kind!r}")
+        raise field_error(f"{where}.{field}", f"must be a list of parts of type {kind!r}")
     return "".join(_string(part, "text", f"{where}.{field}") for part in parts)
 
 
@@ -157,23 +160,19 @@ def _unsealed(text: str, where: str) -> str:
     try:
         return base64.b64decode(text, validate=True).decode()
     except (binascii.Error, ValueError):
-        raise _wrong(f"{where}.encrypted_content", "was not made by this server") from None
+        raise field_error(f"{where}.encrypted_content", "was not made by this server") from None
 
 
 def _string(item: Json, name: str, where: str) -> str:
     if not isinstance(value := item.get(name), str):
-        raise _wrong(f"{where}.{name}", "must be a string")
+        raise field_error(f"{where}.{name}", "must be a string")
     return value
 
 
 def _name(item: Json, name: str, where: str) -> str:
     if not (value := _string(item, name, where)):
-        raise _wrong(f"{where}.{name}", "must not be empty")
+        raise field_error(f"{where}.{name}", "must not be empty")
     return value
-
-
-def _wrong(where: str, text: str) -> HttpError:
-    return HttpError(400, f"{where}: {text}", where.split("[")[0].split(".")[0])
 
 
 def stored(given: str | list[Json], response_id: str) -> list[Json]:
@@ -196,3 +195,104 @@ def stored(given: str | list[Json], response_id: str) -> list[Json]:
             one["content"] = [{**part, "annotations": []} if is_model else part]
         found.append(one)
     return found
+
+
+PREVIOUS, FUNCTIONS = "previous_input_messages", "functions."
+
+
+def previous_items(messages: list[Any] | None) -> list[Json]:
+    """The items, without those of the system: instructions are always the newest request's, as in vLLM."""
+    found: list[Json] = []
+    for place, message in enumerate(messages or []):
+        where = f"{PREVIOUS}[{place}]"
+        if not isinstance(message, dict):
+            raise field_error(where, "a message is an object")
+        author = message.get("author")
+        role, name = (author if isinstance(author, dict) else message).get("role"), message.get("name")
+        if isinstance(author, dict):
+            name = author.get("name")
+        match role:
+            case "system" | "developer":
+                continue
+            case "user":
+                found.append({"type": "message", "role": role, "content": _previous_text(message, where)})
+            case "assistant":
+                found += _previous_items(message, where)
+            case "tool":
+                found.append(_previous_result(message, name, where, found))
+            case _:
+                raise field_error(f"{where}.role", "must be 'user', 'assistant', 'tool', 'system' or 'developer'")
+    return found
+
+
+def _previous_items(message: Json, where: str) -> list[Json]:
+    """The items of one message of the assistant's."""
+    recipient, channel = message.get("recipient"), message.get("channel")
+    if recipient is not None:
+        return [_previous_call(where, recipient, _previous_text(message, where), "")]
+    if channel == "analysis":
+        return [_reasoning_item(_previous_text(message, where))]
+    if channel not in (None, "final", "commentary"):
+        raise field_error(f"{where}.channel", "must be 'analysis', 'commentary' or 'final'")
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
+    if not isinstance(calls, list):
+        raise field_error(f"{where}.tool_calls", "must be a list")
+    thought = _optional(message, "reasoning", where) or _optional(message, "reasoning_content", where)
+    found = [_reasoning_item(thought)] if thought else []
+    if not calls or message.get("content") not in (None, "", []):
+        found.append({"type": "message", "role": "assistant", "content": _previous_text(message, where)})
+    for index, call in enumerate(calls):
+        path = f"{where}.tool_calls[{index}]"
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise field_error(path, "a call has a function")
+        arguments = "" if function.get("arguments") is None else function["arguments"]
+        found.append(_previous_call(path, function.get("name"), arguments, call.get("id")))
+    return found
+
+
+def _optional(message: Json, name: str, where: str) -> str:
+    """A text, or "" where there is none."""
+    if not isinstance(value := message.get(name), str | None):
+        raise field_error(f"{where}.{name}", "must be a string")
+    return value or ""
+
+
+def _reasoning_item(text: str) -> Json:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def _previous_call(where: str, name: Any, arguments: Any, call_id: Any) -> Json:
+    """The call of a function; harmony writes its name as `functions.NAME`."""
+    name = name.removeprefix(FUNCTIONS) if isinstance(name, str) else None
+    if not name:
+        raise field_error(where, "a call names its function")
+    if "." in name or name in ("python", "browser", "container"):
+        raise field_error(where, f"calls of {name[:40]!r} are not supported; those of functions are")
+    if not isinstance(arguments, str):
+        raise field_error(where, "the arguments of a call are text")
+    if not (isinstance(call_id, str) and call_id):
+        call_id = f"call_{where.removeprefix(PREVIOUS)}"
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def _previous_result(message: Json, name: Any, where: str, before: list[Json]) -> Json:
+    call_id = message.get("tool_call_id")
+    if not (isinstance(call_id, str) and call_id):
+        wanted = name.removeprefix(FUNCTIONS) if isinstance(name, str) else None
+        calls = [item for item in before if item["type"] == "function_call" and wanted in (None, item["name"])]
+        if not calls:
+            raise field_error(where, "no call before it has this result")
+        call_id = calls[-1]["call_id"]
+    return {"type": "function_call_output", "call_id": call_id, "output": _previous_text(message, where)}
+
+
+def _previous_text(message: Json, where: str) -> str:
+    """The content, which is text alone."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    for part in content if isinstance(content, list) else [None]:
+        if not (isinstance(part, dict) and part.get("type", "text") in TEXTS and isinstance(part.get("text"), str)):
+            raise field_error(f"{where}.content", "must be text or parts of text")
+    return "".join(part["text"] for part in content or [])

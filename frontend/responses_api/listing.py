@@ -1,11 +1,13 @@
-"""Pages of items, as OpenAI's clients ask for them; and what else a query holds. Pure."""
+"""What a request for stored things asks for: whose they are, pages of items, and what else a query holds. Pure."""
 
+import hashlib
 from typing import Any
 
 import msgspec
 from starlette.datastructures import QueryParams
+from starlette.requests import Request
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.routes.operation import Parameter
 
 Json = dict[str, Any]
@@ -21,17 +23,17 @@ PAGE = (
 def page(found: list[Json], query: QueryParams) -> bytes:
     """The page of these items, given the oldest first, that the query asks for."""
     if query.get("order", "desc") not in ("asc", "desc"):
-        raise HttpError(400, "order: 'asc' or 'desc'", "order")
+        raise field_error("order", "'asc' or 'desc'")
     if query.get("order", "desc") == "desc":
         found = found[::-1]
     if after := query.get("after"):
         places = [place for place, item in enumerate(found) if item["id"] == after]
         if not places:
-            raise HttpError(400, f"after: there is no item {after[:80]!r}", "after")
+            raise field_error("after", f"there is no item {after[:80]!r}")
         found = found[places[0] + 1 :]
     count = number(query, "limit", 20)
     if not 1 <= count <= MAX_LISTED:
-        raise HttpError(400, f"limit: 1 to {MAX_LISTED}", "limit")
+        raise field_error("limit", f"1 to {MAX_LISTED}")
     return listed(found[:count], more=len(found) > count)
 
 
@@ -45,12 +47,18 @@ def number(query: QueryParams, name: str, default: int) -> int:
     if given is None:
         return default
     if not (given.isascii() and given.isdecimal() and len(given) < 10):
-        raise HttpError(400, f"{name}: {given[:40]!r} is no number", name)
+        raise field_error(name, f"{given[:40]!r} is no number")
     return int(given)
 
 
 def truth(query: QueryParams, name: str) -> bool:
     given = query.get(name, "false").lower()
     if given not in ("true", "false", "1", "0"):
-        raise HttpError(400, f"{name}: must be true or false", name)
+        raise field_error(name, "must be true or false")
     return given in ("true", "1")
+
+
+def key_of(request: Request) -> str:
+    """The name of the request's API key: what it stores is nobody else's."""
+    key = request.scope.get("meshlm.key", "")
+    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else ""

@@ -15,21 +15,20 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.retry import LAST_ID, IdempotencyKey
 from meshlm.frontend.http.server import EventWriter
-from meshlm.frontend.messages.routes import check_last_id
+from meshlm.frontend.messages.routes import refuse_last_id
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.frontend.requests.generation import AlreadySent, Backend, Form, Generation, disconnected
-from meshlm.frontend.requests.retry import LAST_ID, IdempotencyKey
-from meshlm.frontend.responses_api import background, conversations, items, listing, previous, schema, shelf, translate
-from meshlm.frontend.responses_api.answering import Answering, asked, read
+from meshlm.frontend.requests.generation import AlreadySent, Backend, Generation, disconnected, form_of_turns
+from meshlm.frontend.responses_api import background, conversations, items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.history import History
-from meshlm.frontend.responses_api.keys import key_of
+from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.frontend.routes.operation import NAMED, STORED, Group, OfClass, Parameter, route, switch
@@ -38,6 +37,9 @@ from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]
 _RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
+_AFTER = Parameter(
+    "starting_after", "query", {"type": "integer", "minimum": 0}, "With stream: the number of the event before."
+)
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
 
@@ -97,62 +99,58 @@ class ResponseRoutes:
         parsed_request = await self._parsed(fields, body.unknown, before, len(body.raw))
         name = idempotency_key.key if idempotency_key else parsed_request.request_id or uuid.uuid4().hex
         if stores and "/" in name:
-            raise HttpError(
-                400, "request_id: a response that is stored is found by it in a path, so it has no '/'", "request_id"
-            )
+            raise field_error("request_id", "a response that is stored is found by it in a path, so it has no '/'")
         if fields.background:
             return await self._begin(request, body, parsed_request, f"resp_{name}", key)
-        answering = Answering(fields, parsed_request, stores=stores)
-        before_end = partial(self._keep, answering, fields, key) if stores else None
-        form = Form(answering.whole, answering.stream, named_by_header=False, before_end=before_end)
+        turn = ResponseFormat(fields, parsed_request, stores=stores, streams=parsed_request.answer.stream)
+        before_end = partial(self._keep, turn, fields, key) if stores else None
+        form = form_of_turns(lambda _: turn, named_by_header=False, before_end=before_end)
         return await self._generation.answer(request, parsed_request, body.model, idempotency_key, "resp_", form)
 
     def _read(self, request: Request, raw: bytes) -> tuple[Body, IdempotencyKey | None]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
-        fields, unknown = read(raw, check, self._reader.longest)
-        check_last_id(request.headers.get(LAST_ID, ""))
+        fields, unknown = bodies.decode(raw, ResponsesRequest, check, self._reader.longest)
+        translate.check(fields)
+        refuse_last_id(request.headers.get(LAST_ID, ""))
         model = self._reader.check_model(fields.model)
         return Body(fields, unknown, raw, model), self._reader.idempotency_key(request, raw)
 
     def _stores(self, fields: ResponsesRequest) -> bool:
         is_on = self._shelf.path is not None
         if translate.conversation_of(fields) and fields.store is False:
-            raise HttpError(400, "store: a conversation keeps its responses", "store")
+            raise field_error("store", "a conversation keeps its responses")
         for field in ("store", "background"):
             if not is_on and getattr(fields, field):
-                raise HttpError(400, f"{field}: this server stores no responses (--responses-store)", field)
+                raise field_error(field, "this server stores no responses (--responses-store)")
         return is_on and fields.store is not False
 
     async def _parsed(
         self, fields: ResponsesRequest, unknown: tuple[str, ...], before: list[Json], size: int
     ) -> ParsedRequest:
-        resolved, server = self._backend.resolved, self._backend.config.server
         if size > bodies.LARGE_BYTES:
-            return await asyncio.to_thread(asked, fields, unknown, before, resolved, server)
-        return asked(fields, unknown, before, resolved, server)
+            return await asyncio.to_thread(translate.asked, fields, unknown, before, self._backend)
+        return translate.asked(fields, unknown, before, self._backend)
 
-    async def _keep(self, answering: "Answering", fields: ResponsesRequest, key: str) -> None:
+    async def _keep(self, turn: ResponseFormat, fields: ResponsesRequest, key: str) -> None:
         """Stores an answer, before its client has the end of it. Where the store fails it is answered all the same, and says `store`
         false."""
-        turn = answering.turn
-        assert turn is not None
-        status, answer = answering.format.outcome()
-        new = self._stored(turn.request_id, key, fields, status, turn.created, answer)
+        status, answer = turn.outcome()
+        new = self._stored(turn.final["id"], key, fields, status, turn.final["created_at"], answer)
         try:
             is_kept = await self._shelf.put(new)
         except HttpError as error:
             if error.status < 500 or new.previous.startswith(CONVERSATION):  # which would lack this turn
                 raise
-            answering.format.is_not_stored()
+            turn.is_not_stored()
             return
         if not is_kept:
-            raise HttpError(400, f"request_id: there is another response {turn.request_id!r}", "request_id")
+            raise field_error("request_id", f"there is another response {new.id!r}")
 
     @staticmethod
     def _stored(
         response_id: str, key: str, fields: ResponsesRequest, status: str, created: int, answer: bytes
     ) -> Stored:
-        earlier = previous.items_of(fields.previous_input_messages)
+        earlier = items.previous_items(fields.previous_input_messages)
         return Stored(
             id=response_id,
             key=key,
@@ -174,7 +172,7 @@ class ResponseRoutes:
             raise HttpError(503, reason, kind="overloaded_error")
         parsed_request = self._generation.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         fields, created = body.fields, int(time.time())
-        format_ = Answering(fields, parsed_request, stores=True).form(streams=True)
+        format_ = ResponseFormat(fields, parsed_request, stores=True, streams=True)
         blank = TurnResponse(AnswerHead(parsed_request, response_id, created, body.model, lambda: None), None, format_)
         format_.queued(blank)
         chunk = Chunk(0, 1, b"".join(format_.events))
@@ -189,7 +187,7 @@ class ResponseRoutes:
             next_event=1,
         )
         if not await self._shelf.put(new, chunk):
-            raise HttpError(400, f"request_id: there is another response {response_id!r}", "request_id")
+            raise field_error("request_id", f"there is another response {response_id!r}")
         self._background.begin(new, (parsed_request, format_, body.model), request.headers)
         self._backend.observer.ignored(body.unknown, request.url.path)
         if fields.stream:
@@ -198,13 +196,13 @@ class ResponseRoutes:
 
     async def _asked_again(self, stored: Stored) -> tuple[ParsedRequest, ResponseFormat, str]:
         """The request of a response that another frontend began."""
-        fields, unknown = read(stored.request, lambda _: None, 1 << 62)
+        fields, unknown = bodies.decode(stored.request, ResponsesRequest, lambda _: None, 1 << 62)
         fields, before = await self.history.complete(fields, stored.key)
         parsed_request = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
         if model not in self._backend.resolved.served_names:
             raise HttpError(404, f"The model `{model}` is not served any more", "model", "not_found_error")
-        form = Answering(fields, parsed_request, stores=True).form(streams=True)
+        form = ResponseFormat(fields, parsed_request, stores=True, streams=True)
         return parsed_request.with_mesh(cache_salt=stored.salt), form, model
 
     # --- what is stored ---
@@ -214,16 +212,7 @@ class ResponseRoutes:
         "A response that is stored; of one in the background also its events.",
         answers=schema.ResponsesResponse,
         errors=STORED,
-        parameters=(
-            _RESPONSE,
-            switch("stream", "Its events, also those that are still to come."),
-            Parameter(
-                "starting_after",
-                "query",
-                {"type": "integer", "minimum": 0},
-                "With stream: the number of the event before.",
-            ),
-        ),
+        parameters=(_RESPONSE, switch("stream", "Its events, also those that are still to come."), _AFTER),
         streams=True,
     )
     async def retrieve(self, request: Request) -> HttpResponse | None:
@@ -273,7 +262,7 @@ class ResponseRoutes:
         key = key_of(request)
         stored = await self._shelf.find(request.path_params["response_id"], key)
         if not stored.background:
-            raise HttpError(400, "response_id: only a response in the background can be cancelled", "response_id")
+            raise field_error("response_id", "only a response in the background can be cancelled")
         if stored.lease is not None:
             answer = msgspec.json.encode({**msgspec.json.decode(self._now(stored)), "status": "cancelled"})
             if await self._shelf.cancel(stored.id, key, answer):
@@ -281,7 +270,7 @@ class ResponseRoutes:
                 return _json(answer)
             stored = await self._shelf.find(stored.id, key)  # it ended meanwhile
         if stored.status != "cancelled":
-            raise HttpError(400, f"response_id: this response is {stored.status} already", "response_id")
+            raise field_error("response_id", f"this response is {stored.status} already")
         return _json(stored.answer)
 
     @route(

@@ -6,19 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.schema import (
-    MAX_TOKENS,
-    Count,
-    Penalty,
-    ReasoningEffort,
-    RequestName,
-    Samplers,
-    Seed,
-    Share,
-    StreamOptions,
-    Temperature,
-    Verbosity,
-)
+from meshlm.frontend.openai.schema import Count, ReasoningEffort, RequestName, SamplingFields, StreamOptions, Verbosity
 
 Json = dict[str, Any]
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -49,27 +37,27 @@ class Text(Struct, frozen=True):
     verbosity: Verbosity | None = None
 
 
-class ResponsesRequest(Samplers, frozen=True, kw_only=True):
+NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "system": "instructions",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
+    "logprobs": "top_logprobs",
+    "truncate_prompt_tokens": "truncation",
+}
+
+
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """POST /v1/responses."""
 
-    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
-    names_here: ClassVar[Mapping[str, str]] = {
-        "messages": "input",
-        "system": "instructions",
-        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
-        "response_format": "text.format",
-        "reasoning_effort": "reasoning.effort",
-        "verbosity": "text.verbosity",
-        "logprobs": "top_logprobs",
-        "truncate_prompt_tokens": "truncation",
-    }
+    names_here: ClassVar[Mapping[str, str]] = NAMES
 
     input: str | list[Json] | None = None
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: Any = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     background: bool | None = None
     store: bool | None = None
@@ -83,29 +71,14 @@ class ResponsesRequest(Samplers, frozen=True, kw_only=True):
     reasoning: Reasoning | None = None
     include_reasoning: bool = True
     text: Text | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=100.0)] | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: Seed | None = None
-    stop: str | list[str] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0
-    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     request_id: RequestName | None = None
     chat_template_kwargs: Json | None = None
-    structured_outputs: Json | None = None
     vllm_xargs: Json | None = None
     prompt: Any = None
     context_management: Any = None
@@ -115,16 +88,30 @@ class ResponsesRequest(Samplers, frozen=True, kw_only=True):
     previous_input_messages: list[Json] | None = None
 
 
-class InputTokensRequest(Struct, frozen=True, kw_only=True):
-    """POST /v1/responses/input_tokens: the fields of POST /v1/responses that its prompt is made of."""
+class Input(Struct, frozen=True, kw_only=True):
+    """The fields that make the prompt of a body which has a part of POST /v1/responses."""
 
-    changes: ClassVar[tuple[str, ...]] = (PROMPT,)
-    names_here: ClassVar[Mapping[str, str]] = ResponsesRequest.names_here
+    changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
+    names_here: ClassVar[Mapping[str, str]] = NAMES
 
     input: str | list[Json] | None = None
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
+
+
+class CompactRequest(Input, frozen=True, kw_only=True):
+    """POST /v1/responses/compact."""
+
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+
+
+class InputTokensRequest(Input, frozen=True, kw_only=True):
+    """POST /v1/responses/input_tokens: the fields of POST /v1/responses that its prompt is made of."""
+
+    changes: ClassVar[tuple[str, ...]] = (PROMPT,)
+
     conversation: Any = None
     tools: list[Json] | None = None
     tool_choice: Any = None
@@ -146,10 +133,7 @@ class OutputTokenLogprob(Struct, frozen=True):
     bytes: list[int]
 
 
-class OutputLogprob(Struct, frozen=True):
-    token: str
-    logprob: float
-    bytes: list[int]
+class OutputLogprob(OutputTokenLogprob, frozen=True):
     top_logprobs: list[OutputTokenLogprob]
 
 

@@ -7,7 +7,7 @@ log line names their types. They cannot be chosen.
 
 from typing import Any, NamedTuple
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 
 Json = dict[str, Any]
@@ -46,17 +46,17 @@ def chat_fields(request: ResponsesRequest) -> Json:
             (named,) = _named([choice], tools, "there is no tool {!r}")
             if named.chat is None:
                 text = f"tools of type {named.kind[:40]!r} are not called here; functions are"
-                raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+                raise field_error("tool_choice", text)
             choice = {"type": "function", "function": {"name": named.flat_name}}
         elif kind == "allowed_tools":
             tools, choice = _allowed(choice, tools)
         else:
             text = f"type {str(kind)[:40]!r} is not supported; 'function' and 'allowed_tools' are"
-            raise HttpError(400, f"tool_choice: {text}", "tool_choice")
+            raise field_error("tool_choice", text)
     tools = [tool for tool in tools if tool.chat is not None]
     if not tools:
         if choice not in (None, "auto", "none"):
-            raise HttpError(400, f"tool_choice: {str(choice)[:40]!r} needs tools of type 'function'", "tool_choice")
+            raise field_error("tool_choice", f"{str(choice)[:40]!r} needs tools of type 'function'")
         return {}
     return {"tools": [tool.chat for tool in tools], "tool_choice": choice}
 
@@ -84,7 +84,7 @@ def _allowed(choice: Json, tools: list[Tool]) -> tuple[list[Tool], Any]:
     """The tools that the model is told of, and the choice among them: only a grammar could keep it from calling the others."""
     allowed = choice.get("tools")
     if choice.get("mode") not in ("auto", "required") or not isinstance(allowed, list):
-        raise HttpError(400, "tool_choice: allowed_tools has a mode, 'auto' or 'required', and tools", "tool_choice")
+        raise field_error("tool_choice", "allowed_tools has a mode, 'auto' or 'required', and tools")
     missing = "each of the allowed tools must be one of tools, and {!r} is none"
     named = _named([tool for tool in allowed if isinstance(tool, dict)], tools, missing)
     return [tool for tool in tools if tool in named], choice["mode"]
@@ -98,9 +98,9 @@ def _named(choices: list[Json], tools: list[Tool], missing: str) -> list[Tool]:
         wanted = flat(choice.get("namespace"), str(name))
         fits = [tool for tool in tools if tool.flat_name == wanted] or [tool for tool in tools if tool.name == wanted]
         if not fits:
-            raise HttpError(400, f"tool_choice: {missing.format(str(name)[:40])}", "tool_choice")
+            raise field_error("tool_choice", f"{missing.format(str(name)[:40])}")
         if len(fits) > 1:
-            raise HttpError(400, f"tool_choice: {len(fits)} namespaces have a tool {wanted[:40]!r}", "tool_choice")
+            raise field_error("tool_choice", f"{len(fits)} namespaces have a tool {wanted[:40]!r}")
         found += fits
     return found
 
@@ -121,7 +121,7 @@ def listed(tools: list[Json] | None) -> list[Tool]:
         found += [_tool(one, f"{where}.tools[{index}]", name) for index, one in enumerate(inner)]
     names = [tool.flat_name for tool in found if tool.namespace]
     if len(names) > len(set(names)):
-        raise HttpError(400, "tools: two functions of a namespace have one name", "tools")
+        raise field_error("tools", "two functions of a namespace have one name")
     return found
 
 

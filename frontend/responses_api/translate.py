@@ -1,14 +1,17 @@
 """A body of POST /v1/responses to the chat request that means the same, and what its answer repeats of it. Pure."""
 
+from collections.abc import Callable
 from typing import Any
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.openai import parse
 from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.schema import ChatRequest
-from meshlm.frontend.responses_api import items, previous, tools
+from meshlm.frontend.openai.schema import ChatRequest, SamplingFields
+from meshlm.frontend.requests.generation import Backend
+from meshlm.frontend.responses_api import items, tools
 from meshlm.frontend.responses_api.schema import LOGPROBS, ResponsesRequest
-from meshlm.protocol import samplers
+from meshlm.protocol.config import ServerConfig
 
 Json = dict[str, Any]
 MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512  # OpenAI's
@@ -22,29 +25,13 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "truncate_prompt_tokens": "truncation",
 }
+# Fields that a chat has too.
 _SAME = (
-    "model",
-    "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "skip_special_tokens",
-    "include_stop_str_in_output",
+    *SamplingFields.__struct_fields__,
     "include_reasoning",
-    "priority",
-    "cache_salt",
     "chat_template_kwargs",
     "parallel_tool_calls",
-    "structured_outputs",
     "vllm_xargs",
-    *samplers.NAMES,
 )
 
 
@@ -52,28 +39,28 @@ def check(request: ResponsesRequest) -> None:
     """Refuses what is not there, and fields that do not fit each other."""
     for field, why in REFUSED_RESPONSES.items():
         if getattr(request, field):
-            raise HttpError(400, f"{field}: {why}", field)
+            raise field_error(field, f"{why}")
     if not request.input and not request.previous_input_messages:
-        raise HttpError(400, "input: give a text or a list of items", "input")
+        raise field_error("input", "give a text or a list of items")
     if request.background and request.store is False:
-        raise HttpError(400, "background: a response that is not stored cannot be asked for", "background")
+        raise field_error("background", "a response that is not stored cannot be asked for")
     if request.stream_options is not None and not request.stream:
         raise HttpError(400, "stream_options needs stream: true", "stream_options")
-    for field in ("conversation", previous.FIELD):
+    for field in ("conversation", items.PREVIOUS):
         if getattr(request, field) and request.previous_response_id:
-            raise HttpError(400, f"{field}: give either this or previous_response_id", field)
+            raise field_error(field, "give either this or previous_response_id")
     if conversation_of(request) and request.previous_input_messages:
-        raise HttpError(400, f"{previous.FIELD}: give either this or conversation", previous.FIELD)
+        raise HttpError(400, f"{items.PREVIOUS}: give either this or conversation", items.PREVIOUS)
     check_metadata(request.metadata)
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
     if len(metadata or {}) > MAX_METADATA:
-        raise HttpError(400, f"metadata: at most {MAX_METADATA} entries", "metadata")
+        raise field_error("metadata", f"at most {MAX_METADATA} entries")
     for name, text in (metadata or {}).items():
         if len(name) > MAX_METADATA_NAME or len(text) > MAX_METADATA_TEXT:
             limits = f"names of {MAX_METADATA_NAME} characters and texts of {MAX_METADATA_TEXT} at most"
-            raise HttpError(400, f"metadata: {limits}", "metadata")
+            raise field_error("metadata", f"{limits}")
 
 
 def conversation_of(request: ResponsesRequest) -> str:
@@ -81,7 +68,7 @@ def conversation_of(request: ResponsesRequest) -> str:
     given = request.conversation
     name = given.get("id") if isinstance(given, dict) else given
     if not isinstance(name, str | None):
-        raise HttpError(400, "conversation: the id of a conversation is expected", "conversation")
+        raise field_error("conversation", "the id of a conversation is expected")
     return name or ""
 
 
@@ -131,19 +118,21 @@ def _response_format(form: Json) -> Json:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def renamed(error: HttpError) -> HttpError:
-    """A chat's refusal in the words of this API."""
-    name = NAMES.get(error.param, error.param)
-    message = error.message
-    if name != error.param and message.startswith(error.param):
-        message = name + message.removeprefix(error.param)
-    return HttpError(error.status, message.replace(".function.", "."), name, error.kind)
-
-
-def parsed(parsed_request: ParsedRequest, request: ResponsesRequest) -> ParsedRequest:
-    """The same request, with the names of this API for what the mesh may refuse."""
+def asked(
+    request: ResponsesRequest,
+    unknown: tuple[str, ...],
+    before: list[Json],
+    backend: Backend,
+    change: Callable[[ChatRequest, ServerConfig], tuple[ChatRequest, ServerConfig]] | None = None,
+) -> ParsedRequest:
+    """The request as the mesh is asked it. `before`: the items of the conversation so far. `change` makes another one of the chat."""
+    with parse.renamed(NAMES):
+        chat, server = chat_request(request, before), backend.config.server
+        if change is not None:
+            chat, server = change(chat, server)
+        found = parse.chat(chat, (*unknown, *tools.left_out(request)), backend.resolved, server)
     name = (request.request_id or "").removeprefix("resp_")
-    return parsed_request.with_answer(client_names=NAMES)._replace(request_id=name)
+    return found.with_answer(client_names=NAMES)._replace(request_id=name)
 
 
 def repeated(request: ResponsesRequest, parsed_request: ParsedRequest, *, stores: bool) -> Json:

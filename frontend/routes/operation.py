@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from meshlm.frontend.http.errors import STATUS
+from meshlm.frontend.http.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 from meshlm.frontend.openai import response_schema as responses
-from meshlm.frontend.requests.retry import KEY, LAST_ID, MAX_KEY_LENGTH
 from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"

@@ -8,17 +8,16 @@ from typing import NamedTuple, TypeVar, overload
 
 from starlette.requests import Request
 
-from meshlm.frontend.http import bodies
+from meshlm.frontend.http import bodies, retry
 from meshlm.frontend.http.budget import num_tokens
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.http.server import ByteBudget
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
-from meshlm.frontend.requests import retry
-from meshlm.frontend.requests.generation import Backend, disconnected
-from meshlm.frontend.requests.poison import name_of
-from meshlm.frontend.requests.retry import IdempotencyKey
+from meshlm.frontend.requests.admission import name_of
+from meshlm.frontend.requests.generation import Backend, unless_disconnected
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.process import in_hand
 
@@ -126,16 +125,8 @@ class RequestReader:
     async def ask(self, request: Request, question: Detokenize) -> DetokenizeReply | None: ...
     async def ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
         """The tokenizer's answer; None when the client left before."""
-        answered = asyncio.ensure_future(self._backend.requests.ask(question))
-        left = asyncio.ensure_future(disconnected(request))
-        try:
-            await asyncio.wait({answered, left}, return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
-                return None
-            reply = await answered
-        finally:
-            answered.cancel()
-            left.cancel()
+        if (reply := await unless_disconnected(request, self._backend.requests.ask(question))) is None:
+            return None
         if reply.error:
             raise HttpError.of_kind(reply.kind, reply.error, reply.param)
         if not self._counts_with_answer(request.url.path):

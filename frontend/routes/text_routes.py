@@ -11,7 +11,7 @@ from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.observe import information
 from meshlm.frontend.openai import limits, prompts, schema
 from meshlm.frontend.openai import response_schema as responses
-from meshlm.frontend.openai.model_card import model_card
+from meshlm.frontend.openai.response_fields import model_card
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.routes.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, Parameter, route

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.http.errors import error_object
+from meshlm.frontend.http.retry import Progress
 from meshlm.frontend.openai.responses import AnswerHead, Json, Response, WholeResponse
-from meshlm.frontend.requests.retry import Progress
 from meshlm.frontend.routes.operation import SRT, TEXT, VTT
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment

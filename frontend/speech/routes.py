@@ -13,13 +13,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from meshlm.frontend.http import retry
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.messages.routes import check_last_id
+from meshlm.frontend.messages.routes import refuse_last_id
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.requests import retry, submits
+from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.admission import name_of
 from meshlm.frontend.requests.beams import Step
 from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.requests.poison import name_of
 from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.frontend.speech import parse, schema
@@ -105,7 +106,7 @@ class SpeechRoutes:
         """What the body asks for. It changes nothing here."""
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = parse.fields_of(parse.read_form(request.headers.get("content-type", ""), raw), LISTS)
-        check_last_id(request.headers.get(retry.LAST_ID, ""))
+        refuse_last_id(request.headers.get(retry.LAST_ID, ""))
         # Told from others by its fields, with the file's digest: not by what only divides the parts of the body.
         digest = hashlib.sha256(fields.get(parse.FILE, b"")).hexdigest()
         idempotency_key = self._reader.idempotency_key(request, msgspec.json.encode({**fields, parse.FILE: digest}))

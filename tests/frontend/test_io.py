@@ -18,7 +18,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.io import FrontendApp
 from meshlm.frontend.observe import observer as request_log
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
-from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import MeshStats, Shutdown

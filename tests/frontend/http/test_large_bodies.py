@@ -17,7 +17,7 @@ from meshlm.frontend.http import bodies
 from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import limits
-from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, ServerConfig
 

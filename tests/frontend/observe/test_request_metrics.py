@@ -5,9 +5,9 @@ from typing import Any
 import answering
 import pytest
 
+from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.observe.observer import CHOICES_AT_ONCE, observe_end, observe_tokens
 from meshlm.frontend.openai.responses import AnswerHead, WholeResponse
-from meshlm.frontend.requests.retry import IdempotencyKey
 from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Accepted, Finished, Rejected, TextDeltas
 from meshlm.protocol.edges.token import First

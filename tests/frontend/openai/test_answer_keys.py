@@ -7,8 +7,8 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from parsing import RESOLVED
 
-from meshlm.frontend.openai.model_card import model_card
 from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.response_fields import model_card
 
 # Ours alone: the older name of reasoning, and the calls that vLLM leaves out where there are none.
 OF_CALLS = {"tool_calls"}

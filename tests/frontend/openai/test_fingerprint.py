@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from parsing import RESOLVED
 
-from meshlm.frontend.openai.fingerprint import system_fingerprint
+from meshlm.frontend.openai.response_fields import system_fingerprint
 from meshlm.protocol.config import MeshConfig, ParallelConfig, ServerConfig
 
 

@@ -7,10 +7,10 @@ from answering import HELLO, LENGTH, WORLD, asking, streamed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshlm.frontend.http import retry
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests import retry
-from meshlm.frontend.requests.interval import Interval
+from meshlm.frontend.requests.pacing import Interval
 from meshlm.frontend.requests.submits import build_each, position
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs
 from meshlm.protocol.edges.token import First

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.requests.poison import MAX_NAMES, PoisonBodies, name_of
+from meshlm.frontend.requests.admission import MAX_NAMES, PoisonBodies, name_of
 from meshlm.protocol.edges.control import Died
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 

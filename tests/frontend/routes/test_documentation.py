@@ -12,7 +12,7 @@ from doubles import plays_all_parts
 from parsing import RESOLVED
 from route_groups import DASHBOARD, DOCUMENTATION, OPERATIONS
 
-from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, ServerConfig
 

@@ -16,7 +16,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks
-from meshlm.frontend.requests.poison import PoisonBodies
+from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed

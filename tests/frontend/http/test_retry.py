@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshlm.frontend.http import retry
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests import retry
 from meshlm.frontend.requests.submits import build_each as build_submits
 from meshlm.frontend.requests.submits import position, salt_of
 from meshlm.protocol.edges.text import Accepted, Detach, Finished, Submit, TextDeltas, TextPrompt
