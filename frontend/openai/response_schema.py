@@ -109,20 +109,25 @@ class PerRequestTimingMetrics(Struct):
     tokens_per_second: float | None
 
 
-class ChatCompletionResponse(Struct):
-    """With stream: true the answer is a stream of events, each a chat.completion.chunk, and `data: [DONE]` at the end."""
+class _Answer(Struct, kw_only=True):
+    """What answers of chats and of completions have alike."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatCompletionResponseChoice]
     usage: UsageInfo
     system_fingerprint: str | None
     service_tier: str | None
     kv_transfer_params: dict[str, Any] | None  # of what was derendered
     ec_transfer_params: dict[str, Any] | None
     metrics: PerRequestTimingMetrics | None
+
+
+class ChatCompletionResponse(_Answer, kw_only=True):
+    """With stream: true the answer is a stream of events, each a chat.completion.chunk, and `data: [DONE]` at the end."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatCompletionResponseChoice]
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     prompt_text: str | None
@@ -149,20 +154,11 @@ class CompletionResponseChoice(Struct):
     prompt_token_ids: list[int] | None
 
 
-class CompletionResponse(Struct):
+class CompletionResponse(_Answer, kw_only=True):
     """With stream: true the answer is a stream of events, each a text_completion of new text, and `data: [DONE]` at the end."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionResponseChoice]
-    usage: UsageInfo
-    system_fingerprint: str | None
-    service_tier: str | None
-    kv_transfer_params: dict[str, Any] | None  # of what was derendered
-    ec_transfer_params: dict[str, Any] | None
-    metrics: PerRequestTimingMetrics | None
 
 
 class TokenizeResponse(Struct):

@@ -3,19 +3,86 @@
 A response that is computed in the background has a holder, the frontend that computes it, whose lease runs out if it dies. Its events
 are written here before any client has them, together with the number of tokens that they tell: who takes it over goes on exactly there.
 Nothing of a response is found without the key that it was made with. When there is too much, the key that has the most loses what it
-uses least: no key's responses make room for another one's as long as it has less.
-"""
+uses least: no key's responses make room for another one's as long as it has less."""
 
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from meshlm.frontend.responses_api import conversation_store
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Conversation, Stored, Written
+
+Json = dict[str, Any]
+_CONVERSATIONS = """
+CREATE TABLE IF NOT EXISTS conversations(
+    id TEXT PRIMARY KEY, key TEXT NOT NULL, created INTEGER NOT NULL, metadata BLOB NOT NULL, used REAL NOT NULL,
+    size INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS conversations_by_owner ON conversations(key, used, size);
+CREATE TABLE IF NOT EXISTS items(
+    conversation TEXT NOT NULL, place INTEGER NOT NULL, id TEXT NOT NULL, data BLOB NOT NULL, PRIMARY KEY(conversation, place));
+"""
+
+
+class Conversations:
+    """The table of conversations. Whoever asks for items has asked `get` whose the conversation is."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def put(self, new: Conversation, now: float) -> None:
+        """A new one, or one whose metadata is another now."""
+        self._db.execute(
+            "INSERT INTO conversations VALUES(?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT(id) DO UPDATE SET metadata = excluded.metadata, used = excluded.used",
+            (new.id, new.key, new.created, new.metadata, now, len(new.metadata)),
+        )
+
+    def get(self, name: str, key: str, now: float) -> Conversation | None:
+        """The conversation, which counts as used."""
+        columns = "id, key, created, metadata"
+        row = self._db.execute(f"SELECT {columns} FROM conversations WHERE id = ? AND key = ?", (name, key)).fetchone()
+        if row is None:
+            return None
+        with suppress(sqlite3.OperationalError):  # a disk that is full can be read
+            self._db.execute("UPDATE conversations SET used = ? WHERE id = ?", (now, name))
+        return Conversation(*row)
+
+    def delete(self, name: str) -> None:
+        self._db.execute("DELETE FROM conversations WHERE id = ?", (name,))
+        self._db.execute("DELETE FROM items WHERE conversation = ?", (name,))
+
+    def items(self, name: str) -> list[bytes]:
+        """Its items as JSON, the oldest first."""
+        rows = self._db.execute("SELECT data FROM items WHERE conversation = ? ORDER BY place", (name,))
+        return [data for (data,) in rows]
+
+    def add(self, name: str, items: Sequence[Json]) -> None:
+        """Adds items at the end. One that is gone meanwhile gets none."""
+        encoded = [msgspec.json.encode(item) for item in items]
+        size = sum(map(len, encoded))
+        if not self._db.execute("UPDATE conversations SET size = size + ? WHERE id = ?", (size, name)).rowcount:
+            return
+        (last,) = self._db.execute(
+            "SELECT coalesce(max(place), -1) FROM items WHERE conversation = ?", (name,)
+        ).fetchone()
+        rows = [
+            (name, last + 1 + place, item["id"], data)
+            for place, (item, data) in enumerate(zip(items, encoded, strict=True))
+        ]
+        self._db.executemany("INSERT INTO items VALUES(?, ?, ?, ?)", rows)
+
+    def delete_item(self, name: str, item_id: str) -> bool:
+        (size,) = self._db.execute(
+            "SELECT coalesce(sum(length(data)), 0) FROM items WHERE conversation = ? AND id = ?", (name, item_id)
+        ).fetchone()
+        self._db.execute("UPDATE conversations SET size = size - ? WHERE id = ?", (size, name))
+        done = self._db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (name, item_id))
+        return done.rowcount > 0
+
 
 VERSION = 1
 BUSY_S = 5.0
@@ -56,12 +123,12 @@ class Store:
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"{path} is of another version of MeshLM")
         with self._transaction():
-            for statement in (_SCHEMA + conversation_store.SCHEMA).split(";"):
+            for statement in (_SCHEMA + _CONVERSATIONS).split(";"):
                 self._db.execute(statement)
             if version != VERSION:
                 self._db.execute(f"PRAGMA user_version={VERSION}")
 
-        self.conversations = conversation_store.Conversations(self._db)
+        self.conversations = Conversations(self._db)
 
     def close(self) -> None:
         self._db.close()

@@ -7,9 +7,8 @@ import openai
 import pytest
 from openai_client import OFF, SERVER, Frontend, client_of, ended, messages_of
 
-from meshlm.frontend.responses_api.conversation_store import Conversations
 from meshlm.frontend.responses_api.records import Conversation
-from meshlm.frontend.responses_api.store import Store
+from meshlm.frontend.responses_api.store import Conversations, Store
 
 USER: Any = {"type": "message", "role": "user", "content": "My name is Ada."}
 
