@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,7 @@ Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
 _CONVERSATION = Parameter("conversation_id", "path", {"type": "string", "minLength": 1}, "The id of a conversation.")
 _ITEM = Parameter("item_id", "path", {"type": "string", "minLength": 1}, "The id of an item.")
 MAX_ADDED = 20  # items in one request: OpenAI's
+_conversation = partial(route, errors=STORED, parameters=(_CONVERSATION,))
 
 
 class ConversationRoutes:
@@ -53,13 +55,7 @@ class ConversationRoutes:
         await self._shelf.put_conversation(new, added)
         return _shown(new)
 
-    @route(
-        "/v1/conversations/{conversation_id}",
-        "A conversation.",
-        answers=schema.ConversationResponse,
-        errors=STORED,
-        parameters=(_CONVERSATION,),
-    )
+    @_conversation("/v1/conversations/{conversation_id}", "A conversation.", answers=schema.ConversationResponse)
     async def retrieve(self, request: Request) -> HttpResponse:
         return _shown(await self._find(request))
 
@@ -79,13 +75,11 @@ class ConversationRoutes:
         await self._shelf.put_conversation(found, [])
         return _shown(found)
 
-    @route(
+    @_conversation(
         "/v1/conversations/{conversation_id}",
         "Forget a conversation and its items.",
         answers=schema.DeletedConversation,
         methods=("DELETE",),
-        errors=STORED,
-        parameters=(_CONVERSATION,),
     )
     async def delete(self, request: Request) -> HttpResponse:
         found = await self._find(request)

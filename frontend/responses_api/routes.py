@@ -42,6 +42,7 @@ _AFTER = Parameter(
 )
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
+_response = partial(route, errors=STORED, parameters=(_RESPONSE,))
 
 
 class Body(NamedTuple):
@@ -236,27 +237,18 @@ class ResponseRoutes:
             return stored.answer
         return msgspec.json.encode({**msgspec.json.decode(stored.answer), "status": stored.status})
 
-    @route(
-        "/v1/responses/{response_id}",
-        "Forget a response.",
-        answers=schema.DeletedResponse,
-        methods=("DELETE",),
-        errors=STORED,
-        parameters=(_RESPONSE,),
-    )
+    @_response("/v1/responses/{response_id}", "Forget a response.", answers=schema.DeletedResponse, methods=("DELETE",))
     async def delete(self, request: Request) -> HttpResponse:
         response_id = request.path_params["response_id"]
         await self._shelf.delete(response_id, key_of(request))
         self._background.lose(response_id)
         return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
 
-    @route(
+    @_response(
         "/v1/responses/{response_id}/cancel",
         "End a response in the background.",
         answers=schema.ResponsesResponse,
         methods=("POST",),
-        errors=STORED,
-        parameters=(_RESPONSE,),
     )
     async def cancel(self, request: Request) -> HttpResponse:
         key = key_of(request)
