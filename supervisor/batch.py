@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from urllib.parse import urlsplit
 
+from meshlm.supervisor.cli.terminal import Server
 from meshlm.supervisor.errors import StartError, UsageError
 
 Json = dict[str, Any]
@@ -179,39 +179,6 @@ FULL_S = 3600.0  # so long a request waits for a server that has no room
 ANSWER_S = 24 * 3600.0  # OpenAI's window of a batch
 
 
-class Server(NamedTuple):
-    """The server that is asked."""
-
-    is_tls: bool
-    host: str
-    port: int
-    base: str
-    headers: dict[str, str]
-
-    @classmethod
-    def of(cls, url: str, key: str) -> "Server":
-        """ValueError for what is no address."""
-        found = urlsplit(url)
-        if found.scheme not in ("http", "https") or not found.hostname or found.query or not found.path.isascii():
-            raise ValueError("must be like http://localhost:8000")
-        is_tls = found.scheme == "https"
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        base = found.path.rstrip("/").removesuffix("/v1")
-        return cls(is_tls, found.hostname, found.port or (443 if is_tls else 80), base, headers)
-
-    def post(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body of one answer. OSError and HTTPException when there is none."""
-        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=ANSWER_S)
-        try:
-            sent = {"Content-Type": "application/json", **self.headers, **headers}
-            connection.request("POST", self.base + path, body, sent)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-
 class Counts:
     """The number of lines so far."""
 
@@ -228,6 +195,7 @@ def run(
 ) -> Counts:
     """Answers all lines of `source`; `told` hears of each line that is written. Once `ended` is set nobody is asked any more."""
     ended = ended or threading.Event()
+    server = server._replace(base=server.base.removesuffix("/v1"))  # lines name it
     counts = Counts()
     pool = ThreadPoolExecutor(CONCURRENT, "batch")
     waiting: deque[Future[tuple[bool, bytes]]] = deque()
@@ -274,7 +242,8 @@ def _answer(server: Server, request: Request | LineError, ended: threading.Event
     lost_since = full_since = 0.0
     while True:
         try:
-            status, answer = server.post(request.path, body, headers)
+            with server.exchange("POST", request.path, body, ANSWER_S, headers) as response:
+                status, answer = response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             lost_since = lost_since or time.monotonic()
             if ended.is_set() or time.monotonic() - lost_since > LOST_S:

@@ -27,7 +27,13 @@ from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutp
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from meshlm.supervisor.api.submits import Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
-from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput, Vectors
+from meshlm.supervisor.api.vectors import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingParams,
+    PoolingRequestOutput,
+    Vectors,
+)
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
@@ -266,15 +272,15 @@ class LLM:
 
     def embed(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
         """A vector of each prompt: `outputs.embedding`. Options: see `Vectors.encode`."""
-        return self._vectors.embed(prompts, **options)
+        return self._vectors.encode(prompts, pooling_task="embed", kind=EmbeddingOutput, **options)
 
     def classify(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
         """The likelihoods of each prompt's classes: `outputs.probs`."""
-        return self._vectors.classify(prompts, **options)
+        return self._vectors.encode(prompts, pooling_task="classify", kind=ClassificationOutput, **options)
 
     def reward(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
         """The scores of each prompt's tokens: `outputs.data`."""
-        return self._vectors.reward(prompts, **options)
+        return self._vectors.encode(prompts, pooling_task="token_classify", **options)
 
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, **options: Any

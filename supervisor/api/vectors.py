@@ -21,6 +21,7 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime import io_processors
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
+from meshlm.supervisor.api.arguments import refuse
 from meshlm.supervisor.api.background import Background, unless_ended
 from meshlm.supervisor.api.client import Client, name_of
 from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
@@ -293,24 +294,12 @@ class Vectors:
         tokenization_kwargs: Mapping[str, Any] | None,
     ) -> tuple[Iterator[tuple[Submit, RequestOutput]], list[Pool]]:
         """What the mesh is asked for these prompts, and what is made of each."""
-        _refuse_adapters(lora_request)
+        refuse(lora_request=lora_request)
         asking = self._asking()
         task = task or asking.spec.tasks[0]
         pools, options = asking.each(task, params, len(many(prompts)), tokenization_kwargs)
         inputs, salts = asking.inputs(prompts, options)
         return asking.submits(inputs, salts, pools), [pool for pool, _ in pools]
-
-    def embed(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
-        """See `LLM.embed`."""
-        return self.encode(prompts, pooling_params, pooling_task="embed", kind=EmbeddingOutput, **options)
-
-    def classify(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
-        """See `LLM.classify`."""
-        return self.encode(prompts, pooling_params, pooling_task="classify", kind=ClassificationOutput, **options)
-
-    def reward(self, prompts: Any, *, pooling_params: Any = None, **options: Any) -> list[PoolingRequestOutput]:
-        """See `LLM.reward`."""
-        return self.encode(prompts, pooling_params, pooling_task="token_classify", **options)
 
     def score(
         self,
@@ -325,7 +314,7 @@ class Vectors:
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """See `LLM.score`."""
-        _refuse_adapters(lora_request)
+        refuse(lora_request=lora_request)
         if chat_template is not None:
             text = "pairs are put together by the tokenizer; write the texts as the model wants them"
             raise ValueError(f"chat_template: {text}")
@@ -344,8 +333,3 @@ class Vectors:
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with make_bar(total=count, desc="Pooling", disable=not use_tqdm, dynamic_ncols=True) as bar:
             return self._background.ask(self._client.run(submits, bar))
-
-
-def _refuse_adapters(lora_request: object) -> None:
-    if lora_request:
-        raise ValueError("lora_request: LoRA adapters are not supported")

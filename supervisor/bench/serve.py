@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import uvloop
 
@@ -172,14 +171,9 @@ def _server(arguments: argparse.Namespace) -> Server:
     if arguments.base_url is None:
         return Server(False, arguments.host, arguments.port, "", arguments.api_key)
     try:
-        url = urlsplit(arguments.base_url)
-        host, port = url.hostname, url.port
+        return Server.of(arguments.base_url, arguments.api_key)
     except ValueError:
-        host = None
-    if not host or url.scheme not in ("http", "https") or url.query:
-        raise UsageError(f"--base-url {arguments.base_url}: must be http://HOST:PORT or https://HOST:PORT")
-    is_tls = url.scheme == "https"
-    return Server(is_tls, host, port or (443 if is_tls else 80), url.path.rstrip("/"), arguments.api_key)
+        raise UsageError(f"--base-url {arguments.base_url}: must be http://HOST:PORT or https://HOST:PORT") from None
 
 
 def _first_model(server: Server, arguments: argparse.Namespace) -> str:

@@ -23,9 +23,10 @@ from tqdm import tqdm
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import batch, io
-from meshlm.supervisor.batch import Counts, Server
+from meshlm.supervisor.batch import Counts
 from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
+from meshlm.supervisor.cli.terminal import Server
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import addresses, flags, node_rules, placement, resolve, vllm_env
@@ -123,8 +124,7 @@ async def _run(arguments: argparse.Namespace, config: MeshConfig, display: Start
         loop.add_signal_handler(number, supervisor.stop, 0.0)
     server, ended = config.server, threading.Event()
     host = LOOPBACK if server.address in ("0.0.0.0", "::") else server.address
-    headers = {"Authorization": f"Bearer {server.api_key[0]}"} if server.api_key else {}
-    there = Server(False, host, server.port, "", headers)
+    there = Server(False, host, server.port, "", next(iter(server.api_key), ""))
     work: asyncio.Task[int] | None = None
     try:
         await supervisor.start()

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -27,32 +27,43 @@ class Server(NamedTuple):
     base: str  # what stands before /chat/completions
     key: str
 
+    @classmethod
+    def of(cls, url: str, key: str) -> "Server":
+        """ValueError for what is no address."""
+        found = urlsplit(url)
+        if found.scheme not in ("http", "https") or not found.hostname or found.query or not found.path.isascii():
+            raise ValueError("must be like http://localhost:8000")
+        is_tls = found.scheme == "https"
+        return cls(is_tls, found.hostname, found.port or (443 if is_tls else 80), found.path.rstrip("/"), key)
+
+    @contextlib.contextmanager
+    def exchange(
+        self, method: str, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """The answer, whatever its status is. OSError and HTTPException when there is none."""
+        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=timeout_s)
+        key = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        try:
+            sent = {"Content-Type": "application/json", **key, **(headers or {})}
+            connection.request(method, self.base + path, body, sent)
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
     @contextlib.contextmanager
     def request(
         self, method: str, path: str, body: Json | None = None, timeout_s: float = 600
     ) -> Iterator[http.client.HTTPResponse]:
         """The answer, whose status is 200. StartError, for what goes wrong while it is read too."""
-        kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
-        connection = kind(self.host, self.port, timeout=timeout_s)
-        headers = {"Content-Type": "application/json"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
         try:
-            connection.request(method, self.base + path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise StartError(_error_text(response.read()) or f"{self}: HTTP {response.status}")
-            yield response
-        except (
-            OSError,
-            http.client.HTTPException,
-            ValueError,
-            LookupError,
-            TypeError,
-        ) as error:  # or it is no OpenAI's
+            data = None if body is None else json.dumps(body).encode()
+            with self.exchange(method, path, data, timeout_s) as response:
+                if response.status != 200:
+                    raise StartError(_error_text(response.read()) or f"{self}: HTTP {response.status}")
+                yield response
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:  # or no OpenAI's
             raise StartError(f"no answer from {self}{path}: {str(error) or type(error).__name__}") from None
-        finally:
-            connection.close()
 
     def __str__(self) -> str:
         return f"http{'s' * self.is_tls}://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}{self.base}"
@@ -82,14 +93,11 @@ def server_of(arguments: argparse.Namespace) -> Server:
     if arguments.url is None:
         return Server(False, arguments.host, arguments.port, "/v1", key)
     try:
-        url = urlsplit(arguments.url)
-        host, port = url.hostname, url.port
+        if " " in urlsplit(arguments.url).path:
+            raise ValueError
+        return Server.of(arguments.url, key)
     except ValueError:
-        host = None
-    if not host or url.scheme not in ("http", "https") or url.query or not url.path.isascii() or " " in url.path:
-        raise UsageError(f"--url {arguments.url}: must be like http://localhost:8000/v1")
-    is_tls = url.scheme == "https"
-    return Server(is_tls, host, port or (443 if is_tls else 80), url.path.rstrip("/"), key)
+        raise UsageError(f"--url {arguments.url}: must be like http://localhost:8000/v1") from None
 
 
 def model_of(server: Server, arguments: argparse.Namespace) -> str:

@@ -9,9 +9,8 @@ import difflib
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.process.streams import complain
@@ -31,8 +30,8 @@ from meshlm.supervisor.settings.vllm_table import (
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
 
 
-class _Flag(argparse.Action, ABC):
-    """One of vLLM's, by its table."""
+class _Flag(argparse.Action):
+    """One of vLLM's, by its table. const: why it is refused, and what to do instead."""
 
     def __call__(
         self,
@@ -41,52 +40,21 @@ class _Flag(argparse.Action, ABC):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        assert option_string is not None
-        self.take(parser, option_string, values)
-
-    @abstractmethod
-    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        """Say what there is to say."""
-
-
-class _Needless(_Flag):
-    """Says once that the flag is not needed, and why."""
-
-    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        say_needless(flag)
-
-
-class _Absent(_Flag):
-    """Ends with what to do instead, its const."""
-
-    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> NoReturn:
-        parser.error(f"{flag}: {self.const}")
-
-
-class _Only(_Flag):
-    """Takes the values that name what is done anyway, and refuses the others."""
-
-    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        if not is_only(flag, values):
-            parser.error(f"{flag} {values}: {ONLY[flag][1]}")
-        say_only(flag, values)
-
-
-class _Sets(_Flag):
-    """Sets an environment variable."""
-
-    def take(self, parser: argparse.ArgumentParser, flag: str, values: Any) -> None:
-        try:
-            set_variable(VARIABLES[flag], values)
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"{flag}: {error}")
-
-
-class _Nothing(argparse.Action):
-    """`--no-` before a flag that is absent or needless: asks for what is the case."""
-
-    def __call__(self, *_: Any) -> None:
-        """Nothing is to be done."""
+        flag = str(option_string)
+        if self.const is not None:
+            parser.error(f"{flag}: {self.const}")
+        elif flag in NEEDLESS:
+            say_needless(flag)
+        elif flag in ONLY:
+            if not is_only(flag, values):
+                parser.error(f"{flag} {values}: {ONLY[flag][1]}")
+            say_only(flag, values)
+        elif flag in VARIABLES:
+            try:
+                set_variable(VARIABLES[flag], values)
+            except argparse.ArgumentTypeError as error:
+                parser.error(f"{flag}: {error}")
+        # else `--no-` before one that is absent or needless, which asks for what is the case
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -95,20 +63,20 @@ def add(parser: argparse.ArgumentParser) -> None:
     taken = parser._option_string_actions  # a command's own flags win, such as those of `vllm bench`
     for flag, (count, _) in NEEDLESS.items():
         if flag not in taken:
-            parser.add_argument(flag, action=_Needless, nargs=count or 0, **hidden)
+            parser.add_argument(flag, action=_Flag, nargs=count or 0, **hidden)
     refuse(parser, ABSENT)
     for flag in ONLY:
         if flag not in taken:
-            parser.add_argument(flag, action=_Only, **hidden)
+            parser.add_argument(flag, action=_Flag, **hidden)
     for flag in VARIABLES:
-        parser.add_argument(flag, action=_Sets, nargs="?", **hidden)
+        parser.add_argument(flag, action=_Flag, nargs="?", **hidden)
     for flag, (setting, value) in SWITCHES.items():
         switch = {**hidden, "dest": setting}
         parser.add_argument(flag, action="store_const", const=value, **switch)
     for flag in (*ABSENT, *NEEDLESS):
         opposite = "--no-" + flag.removeprefix("--")
         if flag.startswith("--") and not flag.startswith("--no-") and opposite not in taken:
-            parser.add_argument(opposite, action=_Nothing, nargs=0, **hidden)
+            parser.add_argument(opposite, action=_Flag, nargs=0, **hidden)
 
 
 def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
@@ -116,7 +84,7 @@ def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
     for flag, reason in reasons.items():
         if flag not in parser._option_string_actions:
             hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            parser.add_argument(flag, action=_Absent, nargs="*", const=reason, dest=argparse.SUPPRESS, **hidden)
+            parser.add_argument(flag, action=_Flag, nargs="*", const=reason, dest=argparse.SUPPRESS, **hidden)
 
 
 def say_needless(flag: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from meshlm.supervisor import batch
 from meshlm.supervisor.cli import run_batch
+from meshlm.supervisor.cli.terminal import Server
 from meshlm.supervisor.errors import StartError, UsageError
 
 
@@ -115,7 +116,7 @@ def test_a_broken_line_gets_an_error_and_the_others_run(peer: Peer, monkeypatch:
         line("j", "last")[:-1],
     ]
     out = io.BytesIO()
-    counts = batch.run(io.BytesIO(b"".join(source)), out, batch.Server.of(f"{peer.url}/v1", "secret"))
+    counts = batch.run(io.BytesIO(b"".join(source)), out, Server.of(f"{peer.url}/v1", "secret"))
     found = answers_of(out.getvalue())
     assert [one["custom_id"] for one in found] == ["a", "", "b", "c", "d", "a", "", "e", "f", "", "g", "", "i", "j"]
     fine = {one["custom_id"]: one["response"]["body"] for one in found if one["error"] is None}
@@ -140,13 +141,13 @@ def test_a_request_outlives_any_number_of_frontends(
     out = tmp_path / "out"
     arguments = argparse.Namespace(input_file=str(tmp_path / "in"), output_file=str(out), output_tmp_dir=None)
     (tmp_path / "in").write_bytes(line("a", "lost"))
-    assert run_batch._answer(arguments, batch.Server.of(peer.url, "")) == 0
+    assert run_batch._answer(arguments, Server.of(peer.url, "")) == 0
     assert [one["response"]["body"] for one in answers_of(out.read_bytes())] == [{"text": "lost"}]
     assert len(peer.seen) == 32
     assert len({key for _, key, _ in peer.seen}) == 1
     monkeypatch.setattr(batch, "LOST_S", 0.01)
     peer.troubles += ["lost"] * 10_000
-    assert run_batch._answer(arguments, batch.Server.of(peer.url, "")) == 1
+    assert run_batch._answer(arguments, Server.of(peer.url, "")) == 1
     assert answers_of(out.read_bytes())[0]["error"]["error"]["message"].startswith("no answer: ")
 
 
@@ -155,7 +156,7 @@ def test_a_server_that_is_gone_is_not_waited_for(peer: Peer) -> None:
     ended.set()
     peer.troubles += ["lost"] * 9
     out = io.BytesIO()
-    counts = batch.run(io.BytesIO(line("a", "lost") * 3), out, batch.Server.of(peer.url, ""), ended=ended)
+    counts = batch.run(io.BytesIO(line("a", "lost") * 3), out, Server.of(peer.url, ""), ended=ended)
     assert (counts.answered, counts.failed) == (0, 3)
     assert answers_of(out.getvalue())[0]["response"]["status_code"] == 500
 
@@ -165,7 +166,7 @@ def test_files_behind_http(peer: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path
     peer.files["/in.jsonl"] = line("a", "x")
     peer.refuses_puts = 2
     with batch.requests(f"{peer.url}/in.jsonl") as source, batch.answers(f"{peer.url}/out.jsonl", str(tmp_path)) as out:
-        batch.run(source, out, batch.Server.of(peer.url, ""))
+        batch.run(source, out, Server.of(peer.url, ""))
     assert answers_of(peer.files["/out.jsonl"])[0]["response"]["body"] == {"text": "x"}
     assert list(tmp_path.iterdir()) == []
 
@@ -198,7 +199,7 @@ def test_what_cannot_be_written_is_a_line_with_the_flag(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x/?a=b"])
 def test_an_address_of_no_server(url: str) -> None:
     with pytest.raises(ValueError, match="must be like"):
-        batch.Server.of(url, "")
+        Server.of(url, "")
 
 
 def test_lines_have_vllms_fields() -> None:

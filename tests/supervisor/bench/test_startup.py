@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from meshlm.supervisor.bench import startup
+from meshlm.supervisor.bench import offline
 from meshlm.supervisor.cli import main
 
 
 def test_a_cold_start_finds_no_kernels_but_the_hubs_files() -> None:
-    found = startup.cold_environment("/tmp/x", {"XDG_CACHE_HOME": "/home/me/cache"})
+    found = offline.cold_environment("/tmp/x", {"XDG_CACHE_HOME": "/home/me/cache"})
     assert found["HF_HOME"] == "/home/me/cache/huggingface"
     assert {value.startswith("/tmp/x") for name, value in found.items() if name != "HF_HOME"} == {True}
-    assert startup.cold_environment("/tmp/x", {"HF_HOME": "/models"})["HF_HOME"] == "/models"
+    assert offline.cold_environment("/tmp/x", {"HF_HOME": "/models"})["HF_HOME"] == "/models"
 
 
 def test_starts_are_cold_then_warm_and_warm_ups_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_starts_are_cold_then_warm_and_warm_ups_do_not_count(tmp_path: Path, mon
         starts.append(environment)
         return float(len(starts))
 
-    monkeypatch.setattr(startup, "started", started)
+    monkeypatch.setattr(offline, "started", started)
     counts = "--num-iters-cold 2 --num-iters-warmup 1 --num-iters-warm 3"
     line = f"bench startup --device fake {counts} --output-json {tmp_path / 'found.json'}"
     assert main.run(line.split()) == 0
