@@ -7,8 +7,8 @@ import importlib
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("bench", help="measure throughput, latency, starts or a running server")
     kinds = parser.add_subparsers(title="benchmarks", metavar="KIND", required=True)
-    for name in ("offline", "serve", "sweep_run"):
+    for name in ("offline", "serve", "sweep"):
         module = importlib.import_module(f"meshlm.supervisor.bench.{name}")
         module.add_parser(kinds)
         if hasattr(module, "run"):  # else each of its benchmarks has its own
-            kinds.choices[name.removesuffix("_run")].set_defaults(run=module.run)
+            kinds.choices[name].set_defaults(run=module.run)

@@ -59,7 +59,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     )  # the mesh is what it asks for
     throughput.add_argument("--profile", action="store_true", help="into a trace")
     throughput.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
-    throughput.add_argument("--output-json", help="file for the results")
+    throughput.add_argument("--output-json", type=Path, help="file for the results")
     vllm_flags.refuse(throughput, ABSENT)
     throughput.set_defaults(run=run_throughput)
 
@@ -73,7 +73,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     latency.add_argument("--num-iters", type=int, default=30)
     latency.add_argument("--profile", action="store_true", help="after measuring, one more iteration into a trace")
     latency.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
-    latency.add_argument("--output-json", help="file for the results")
+    latency.add_argument("--output-json", type=Path, help="file for the results")
     latency.add_argument("--disable-detokenize", action="store_true", help="token ids alone")
     vllm_flags.refuse(latency, {"--use-beam-search": "beam search is not there"})
     latency.set_defaults(run=run_latency)
@@ -85,7 +85,7 @@ def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "--num-iters-warmup", type=int, default=1, help="starts before those with kernels, not counted"
     )
     startup.add_argument("--num-iters-warm", type=int, default=3, help="starts with the kernels of earlier ones")
-    startup.add_argument("--output-json", help="file for the results")
+    startup.add_argument("--output-json", type=Path, help="file for the results")
     startup.set_defaults(run=run_startup)
 
 
@@ -110,16 +110,15 @@ def run_throughput(arguments: argparse.Namespace) -> int:
     )
     print(f"Total num prompt tokens:  {prompt_tokens}")
     print(f"Total num output tokens:  {output_tokens}")
-    if arguments.output_json:
-        result = {
-            "elapsed_time": elapsed,
-            "num_requests": len(outputs),
-            "total_num_tokens": total,
-            "requests_per_second": len(outputs) / elapsed,
-            "tokens_per_second": total / elapsed,
-            "output_tokens_per_second": output_tokens / elapsed,
-        }
-        results.write(Path(arguments.output_json), result)
+    result = {
+        "elapsed_time": elapsed,
+        "num_requests": len(outputs),
+        "total_num_tokens": total,
+        "requests_per_second": len(outputs) / elapsed,
+        "tokens_per_second": total / elapsed,
+        "output_tokens_per_second": output_tokens / elapsed,
+    }
+    results.write(arguments.output_json, result)
     return 0
 
 
@@ -134,8 +133,7 @@ def _check_throughput(arguments: argparse.Namespace) -> None:
     serve_flags.random_lengths(arguments)
     if arguments.prefix_len is not None:
         arguments.random_prefix_len = arguments.prefix_len
-    if arguments.output_json:
-        results.claim("--output-json", Path(arguments.output_json))
+    results.claim("--output-json", arguments.output_json)
 
 
 def _measure_throughput(llm: LLM, arguments: argparse.Namespace, seed: int) -> tuple[float, list[RequestOutput]]:
@@ -201,8 +199,7 @@ def _generate(llm: LLM, samples: list[Sample], n: int, keep_text: bool) -> list[
 def run_latency(arguments: argparse.Namespace) -> int:
     at_least(1, arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
     at_least(0, arguments, "num_iters_warmup")
-    if arguments.output_json:
-        results.claim("--output-json", Path(arguments.output_json))
+    results.claim("--output-json", arguments.output_json)
     settings = {"enable_prefix_caching": False, **flags.given(arguments)}
     if arguments.profile:
         settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
@@ -216,13 +213,8 @@ def run_latency(arguments: argparse.Namespace) -> int:
     print(f"Avg latency: {average} seconds")
     for percent, value in found.items():
         print(f"{percent:.0f}% percentile latency: {value} seconds")
-    if arguments.output_json:
-        result = {
-            "avg_latency": average,
-            "latencies": latencies,
-            "percentiles": {f"{p:.0f}": v for p, v in found.items()},
-        }
-        results.write(Path(arguments.output_json), result)
+    by_percent = {f"{p:.0f}": v for p, v in found.items()}
+    results.write(arguments.output_json, {"avg_latency": average, "latencies": latencies, "percentiles": by_percent})
     return 0
 
 
@@ -257,8 +249,7 @@ def _measure_latency(llm: LLM, arguments: argparse.Namespace) -> list[float]:
 def run_startup(arguments: argparse.Namespace) -> int:
     at_least(1, arguments, "num_iters_cold", "num_iters_warm")
     at_least(0, arguments, "num_iters_warmup")
-    if arguments.output_json:
-        results.claim("--output-json", Path(arguments.output_json))
+    results.claim("--output-json", arguments.output_json)
     settings = flags.given(arguments)
     found: dict[str, Any] = {}
     for kind, count in (("cold", arguments.num_iters_cold), ("warm", arguments.num_iters_warm)):
@@ -267,8 +258,7 @@ def run_startup(arguments: argparse.Namespace) -> int:
         seconds = [_cold(settings) if kind == "cold" else started(settings, {}) for _ in range(count)]
         found |= summary(kind, seconds)
         _print_startup(kind, found)
-    if arguments.output_json:
-        results.write(Path(arguments.output_json), found)
+    results.write(arguments.output_json, found)
     return 0
 
 

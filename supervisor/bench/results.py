@@ -10,8 +10,10 @@ from typing import Any
 from meshlm.supervisor.errors import StartError, UsageError
 
 
-def claim(flag: str, file: Path) -> None:
-    """The file can be written, and its folder is there. UsageError."""
+def claim(flag: str, file: Path | None) -> None:
+    """The file can be written, and its folder is there, where one is wanted. UsageError."""
+    if file is None:
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
@@ -19,8 +21,10 @@ def claim(flag: str, file: Path) -> None:
         raise UsageError(f"{flag}: {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def write(file: Path, result: dict[str, Any], *, append: bool = False) -> None:
-    """Writes the result as JSON; append: on a line of its own behind what there is. StartError when it cannot."""
+def write(file: Path | None, result: dict[str, Any], *, append: bool = False) -> None:
+    """Writes the result as JSON, where a file is wanted; append: on a line of its own behind the others. StartError when it cannot."""
+    if file is None:
+        return
     text = json.dumps(result, indent=None if append else 1)
     try:
         if append and file.stat().st_size:

@@ -161,9 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name in wanted:
         result |= results.spread(measured, name, percents)
     results.show(result, wanted, percents)
-    if file is not None:
-        kept = {key: value for key, value in result.items() if arguments.save_detailed or key not in results.DETAILS}
-        results.write(file, kept, append=arguments.append_result)
+    kept = {key: value for key, value in result.items() if arguments.save_detailed or key not in results.DETAILS}
+    results.write(file, kept, append=arguments.append_result)
     return 0
 
 

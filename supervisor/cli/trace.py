@@ -55,11 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         kernels = _profile(run_dir, start=False) if arguments.gpu else []
     timelines = _read(Path(str(told["path"])))
-    events = events(timelines)
+    found = events(timelines)
     for path in kernels:
-        events += _of_profiler(Path(str(path)), timelines)
+        found += _of_profiler(Path(str(path)), timelines)
     try:
-        arguments.output.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), "utf-8")
+        arguments.output.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), "utf-8")
     except OSError as error:
         raise StartError(f"-o {arguments.output}: {error.strerror}") from None
     lost = sum(record.num_lost for record in timelines)

@@ -4,8 +4,10 @@ A worker says the rest: what a GPU's kernels cannot do, or get wrong.
 """
 
 import importlib.util
+import os
 import re
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -17,6 +19,8 @@ from meshlm.runtime.platforms import Platform
 from meshlm.supervisor.settings import placement
 from meshlm.supervisor.settings.rules import Rules
 
+PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}
 COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
 EP = "--enable-expert-parallel"
 NO_FP8 = ("cpu", *PACKAGES)  # backends of attention that read a KV cache of the model's dtype
@@ -54,6 +58,31 @@ def server(c: MeshConfig) -> Rules:
     custom = c.server.fingerprint_mode == "custom"
     one_alone = custom != bool(c.server.fingerprint_value)
     yield one_alone, "--fingerprint-value", "goes with --fingerprint-mode custom, and the other way round"
+
+
+def traces(c: MeshConfig) -> Rules:
+    """What --otlp-traces-endpoint needs, told at once and not by a process that dies."""
+    endpoint = c.observability.otlp_traces_endpoint
+    if not endpoint:
+        return
+    protocol, flag = os.environ.get(PROTOCOL, "grpc"), f"--otlp-traces-endpoint {endpoint}"
+    yield protocol not in EXPORTERS, PROTOCOL, f"{protocol!r} must be one of {', '.join(EXPORTERS)}"
+    try:
+        parts = urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    is_address = is_url or (protocol == "grpc" and endpoint.rpartition(":")[2].isdecimal())
+    yield not is_address, flag, "give a URL, http://HOST:4317 say"
+    needed = ("opentelemetry.sdk", f"opentelemetry.exporter.otlp.proto.{EXPORTERS[protocol]}")
+    yield not all(map(_is_there, needed)), flag, f"its packages are not installed; {how_to_install('otel')}"
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package that it is in
+        return False
 
 
 def speech(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:

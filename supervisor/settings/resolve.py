@@ -30,16 +30,7 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError
-from meshlm.supervisor.settings import (
-    compilation,
-    flag_rules,
-    notes,
-    observing,
-    parallel,
-    placement,
-    quantization,
-    vectors,
-)
+from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization, vectors
 from meshlm.supervisor.settings.rules import check
 
 BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
@@ -181,7 +172,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     """UsageError for flags that do not fit each other, the device or the model."""
     facts = flag_rules.Facts(files.spec, platform, files.load_format, compiles=family.compiles)
     check(flag_rules.server(config))
-    observing.check(config.observability)
+    check(flag_rules.traces(config))
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     _check_store(config.server.responses_store)
     for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
