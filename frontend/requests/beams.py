@@ -1,4 +1,4 @@
-"""`use_beam_search`: one request that asks the mesh for a token of each of its beams, again and again (runtime/beam_search.py).
+"""`use_beam_search`: one request that asks the mesh for a token of each of its beams, again and again (runtime/client/beam_search.py).
 
 Each step is a request of its own, which finds all tokens but the last in the prefix cache and survives deaths as every request does.
 What was found goes into the answer as rows, so that reasoning, calls, ids and log-probabilities are told as of any other.
@@ -30,7 +30,7 @@ from meshlm.protocol.edges.token import First
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
-from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_candidates, search
 from meshlm.runtime.client.choice import Choice, RowDetails
 
 SENDS_A_TURN = 16  # beams of a prompt, in one turn of the loop
@@ -102,21 +102,25 @@ class Search:
         accepted = step.accepted_as
         assert accepted is not None
         prompt_ids, num_prompt = accepted.prompt_token_ids, accepted.num_prompt_tokens
-        search = BeamSearch[Detail](
+        beam_search = BeamSearch[Detail](
             width,
             parsed_request.mesh.sampling.eos_token_ids,
             num_prompt,
             self._max_tokens(num_prompt),
             parsed_request.mesh.length_penalty,
         )
-        while True:
-            search.take([self._candidates(step.found[place]) for place in range(len(search.beams))])
-            if search.is_over:
-                break
-            step = await self._step([TokenPrompt(prompt_ids + pack_i32(beam.token_ids)) for beam in search.beams])
-        best = search.best()
-        texts = [await self._text(beam) for beam in best]
         first = step.first
+        beam_search.take([self._candidates(step.found[0])])
+
+        async def next_step(beams: list[tuple[int, Beam[Detail]]]) -> list[list[Candidate[Detail]]]:
+            nonlocal first
+            step = await self._step([TokenPrompt(prompt_ids + pack_i32(beam.token_ids)) for _, beam in beams])
+            first = step.first
+            return [self._candidates(step.found[index]) for index in range(len(beams))]
+
+        await search([beam_search], next_step)
+        best = beam_search.best()
+        texts = [await self._text(beam) for beam in best]
         for choice, beam, (text, sizes) in zip(choices, best, texts):  # there may be fewer, of a tiny vocabulary
             answer.accepted(choice, accepted)
             choice.num_prompt_tokens = num_prompt

@@ -1,11 +1,10 @@
-"""`LLM.beam_search`: steps of one token for each beam of each prompt (runtime/beam_search.py), with vLLM's parameters and results."""
+"""`LLM.beam_search`: steps of one token for each beam of each prompt (runtime/client/beam_search.py). Names are vLLM's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_candidates, search
 from meshlm.supervisor.api.outputs import Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
 
@@ -57,46 +56,44 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
-Step = Callable[[list[dict[str, Any]], SamplingParams], list[RequestOutput]]
+Step = Callable[[list[dict[str, Any]], SamplingParams], Awaitable[list[RequestOutput]]]
 
 
-def search(
-    prompts: Sequence[tuple[Any, dict[str, Any]]],
-    params: BeamSearchParams,
-    step: Step,
-    eos: tuple[int, ...],
-    vocab_size: int,
-    max_model_len: int,
-    decode: Callable[[list[int]], str],
-) -> list[BeamSearchOutput]:
-    """Searches for each prompt, given as it came and as token ids. All of them go one token on with each call of `step`."""
-    ends = () if params.ignore_eos else eos
+class Model(NamedTuple):
+    """What a search needs to know of the model."""
+
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+async def find(
+    prompts: Sequence[tuple[Any, dict[str, Any]]], params: BeamSearchParams, step: Step, model: Model
+) -> list[list[Beam[Detail]]]:
+    """The best beams of each prompt, given as it came and as token ids. All of them go one token on with each call of `step`."""
     wanted = SamplingParams(
         max_tokens=1,
         temperature=0.0,
         ignore_eos=True,
         detokenize=False,
-        logprobs=num_candidates(params.beam_width, vocab_size),
+        logprobs=num_candidates(params.beam_width, model.vocab_size),
     )
     searches = []
     for _, prompt in prompts:
         num_prompt = len(prompt["prompt_token_ids"])
-        room = min(params.max_tokens, max_model_len - num_prompt)
-        searches.append(BeamSearch[Detail](params.beam_width, ends, num_prompt, room, params.length_penalty))
-    while live := [place for place, one in enumerate(searches) if not one.is_over]:
+        max_tokens = min(params.max_tokens, model.max_model_len - num_prompt)
+        ends = () if params.ignore_eos else model.eos_token_ids
+        searches.append(BeamSearch[Detail](params.beam_width, ends, num_prompt, max_tokens, params.length_penalty))
+
+    async def likeliest(beams: list[tuple[int, Beam[Detail]]]) -> list[list[Candidate[Detail]]]:
         asked = [
-            {**prompts[place][1], "prompt_token_ids": [*prompts[place][1]["prompt_token_ids"], *beam.token_ids]}
-            for place in live
-            for beam in searches[place].beams
+            {**prompts[index][1], "prompt_token_ids": [*prompts[index][1]["prompt_token_ids"], *beam.token_ids]}
+            for index, beam in beams
         ]
-        found = step(asked, wanted)
-        bounds = [0, *accumulate(len(searches[place].beams) for place in live)]
-        for nth, place in enumerate(live):
-            searches[place].take([_candidates(one) for one in found[bounds[nth] : bounds[nth + 1]]])
-    return [
-        BeamSearchOutput([_sequence(given, prompt, beam, decode) for beam in one.best()])
-        for (given, prompt), one in zip(prompts, searches, strict=True)
-    ]
+        return [_candidates(output) for output in await step(asked, wanted)]
+
+    await search(searches, likeliest)
+    return [one.best() for one in searches]
 
 
 def _candidates(found: RequestOutput) -> list[Candidate[Detail]]:
@@ -104,7 +101,7 @@ def _candidates(found: RequestOutput) -> list[Candidate[Detail]]:
     return [Candidate(token, one.logprob, logprobs) for token, one in logprobs.items()]
 
 
-def _sequence(
+def sequence_of(
     given: Any, prompt: dict[str, Any], beam: Beam[Detail], decode: Callable[[list[int]], str]
 ) -> BeamSearchSequence:
     ended = beam.end >= 0

@@ -19,7 +19,7 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.supervisor.api import operations
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Enqueued, finished
-from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, search
+from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, Model, find, sequence_of
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.operations import Sleeper
@@ -224,18 +224,24 @@ class LLM:
                 (item, {"prompt_token_ids": ids, **({"cache_salt": one.cache_salt} if one.cache_salt else {})})
             )
         assert self._config.resolved is not None
+        model = Model(self._config.resolved.eos_token_ids, self.vocab_size, self.max_model_len)
+        decode = self.get_tokenizer().decode
         size, found = concurrency_limit or max(1, len(asked)), list[BeamSearchOutput]()
         for begin in tqdm(range(0, len(asked), size), desc="Beam search", disable=not use_tqdm):
-            found += search(
-                asked[begin : begin + size],
-                params,
-                lambda several, one: self.generate(several, one, use_tqdm=False),
-                self._config.resolved.eos_token_ids,
-                self.vocab_size,
-                self.max_model_len,
-                self.get_tokenizer().decode,
-            )
+            group = asked[begin : begin + size]
+            best = self._background.ask(find(group, params, self._step, model))
+            found += [
+                BeamSearchOutput([sequence_of(given, prompt, beam, decode) for beam in beams])
+                for (given, prompt), beams in zip(group, best, strict=True)
+            ]
         return found
+
+    async def _step(self, prompts: list[dict[str, Any]], params: SamplingParams) -> list[RequestOutput]:
+        """The outputs of these prompts, in the mesh's loop."""
+        asked = self._asked(prompts, None)
+        each, ranks = self._submits.checked(params, asked.num, None, asked.keep)
+        submits = self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)
+        return finished(await self._client.run(submits, tqdm(disable=True)), each)
 
     @property
     def vocab_size(self) -> int:

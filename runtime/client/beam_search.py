@@ -1,8 +1,9 @@
 """Beam search, token by token, as vLLM has it: `width` sequences live, each goes on with its likeliest tokens, and the best of all that
-ended or still live are the answer. Pure; the HTTP process and the Python API ask the mesh for the log-probabilities in between.
+ended or still live are the answer. The HTTP process and the Python API give `search` the step that asks the mesh for log-probabilities.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -79,6 +80,17 @@ class BeamSearch(Generic[T]):
         longest = self._longest if self._penalty > 0 else self._num_prompt + len(beam.token_ids)
         score: float = beam.logprob / float(longest) ** self._penalty
         return score
+
+
+Step = Callable[[list[tuple[int, Beam[T]]]], Awaitable[Sequence[Sequence[Candidate[T]]]]]
+
+
+async def search(searches: Sequence[BeamSearch[T]], step: Step[T]) -> None:
+    """Takes steps until all are over. `step` gives the likeliest tokens of all live beams, each with the index of its search."""
+    while live := [(index, one) for index, one in enumerate(searches) if not one.is_over]:
+        candidates = iter(await step([(index, beam) for index, one in live for beam in one.beams]))
+        for _, one in live:
+            one.take(list(islice(candidates, len(one.beams))))
 
 
 def num_candidates(width: int, vocab_size: int) -> int:

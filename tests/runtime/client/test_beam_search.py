@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.runtime.beam_search import Beam, BeamSearch, Candidate, num_candidates
+from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_candidates
 
 VOCAB, END, PROMPT = 6, 0, 3
 
