@@ -13,6 +13,7 @@ from engine_driver import engine
 from near_transformers import MIXTURES, errors, history, transformers_model
 
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
+from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.workers.formats.eight_bits import FP8, Fp8Format
 from meshlm.workers.formats.format import plain_experts
@@ -32,6 +33,21 @@ def test_error_is_no_worse_than_transformers_bfloat16(name: str, mode: str, tmp_
     theirs = transformers_model(name, tmp_path)
     ours, error = errors(theirs, history(engine(tmp_path, load_format="auto", cudagraph_mode=mode)))
     assert ours <= 1.2 * error, f"mean error {ours:.4f}, transformers' own {error:.4f}"
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+def test_experts_that_become_integers_have_the_values_of_vllms_formula(mode: str, tmp_path: Path) -> None:
+    """--quantization experts_int8: the kernels keep the codes, a scale for each output."""
+    theirs = transformers_model("qwen3-moe", tmp_path)
+    made = engine(tmp_path, load_format="auto", cudagraph_mode=mode, quantization="experts_int8")
+    for mixture in made.model.mixtures():
+        assert all(isinstance(linear.grouped().kernel, ExpertWeight) for linear in mixture.experts.linears())
+    for name, parameter in theirs.named_parameters():
+        if ".mlp.experts." in name:
+            scale = parameter.data.abs().amax(-1, keepdim=True) / 127
+            parameter.data = (parameter.data / scale).round() * scale
+    ours, error = errors(theirs, history(made))
+    assert ours <= 1.2 * error, f"mean error {ours:.4f}, the values' own {error:.4f}"
 
 
 NUM, TOPK, HIDDEN, WIDE = 12, 4, 512, 256
