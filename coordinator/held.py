@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from meshlm.protocol.edges.admit import Admit, Refused
 from meshlm.protocol.wire.ids import ErrorKind, Identity, Incarnation
-from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
+from meshlm.runtime.process.deaths import BEGUN_S, NEW_S
 
 
 class Held(Struct, frozen=True):

@@ -13,9 +13,9 @@ from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
-from meshlm.runtime.process.about import about
 from meshlm.runtime.process.events import PeerLost, Received, Tick
 from meshlm.runtime.process.process import App
+from meshlm.runtime.process.readable import about
 
 STATS_EVERY_S = 1.0
 

@@ -16,8 +16,7 @@ from enum import Enum
 
 from meshlm.protocol.lockstep import JointOrder, JointReport, Phase
 from meshlm.protocol.wire.ids import Epoch, Identity, Incarnation, Role
-from meshlm.runtime.process.events import Send
-from meshlm.runtime.process.transitions import check_transition
+from meshlm.runtime.process.events import Send, check_transition
 
 
 class State(Enum):

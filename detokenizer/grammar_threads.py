@@ -15,9 +15,8 @@ from meshlm.protocol.config import Resolved
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.sandbox.lanes import Busy, Lanes
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
-from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
+from meshlm.runtime.sandbox.sandbox import Busy, Lanes, NoChild, Sandbox, SandboxFailed
 
 # A worker's process of masks has more of everything (workers/output/mask_process.py): what compiles here compiles there.
 LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=5)

@@ -42,10 +42,10 @@ from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer
 from meshlm.runtime.process import in_hand
-from meshlm.runtime.process.about import about
 from meshlm.runtime.process.deaths import allowed
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Tick
 from meshlm.runtime.process.process import App
+from meshlm.runtime.process.readable import about
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
 LARGE_BYTES = (

@@ -14,7 +14,7 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.deaths import Death
-from meshlm.runtime.process.transitions import check_transition
+from meshlm.runtime.process.events import check_transition
 
 REPETITION_DETECTED = "repetition_detected"
 NOBODY = Identity(Role.FRONTEND, -1)  # the frontend of a request whose client is away

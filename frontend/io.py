@@ -38,8 +38,8 @@ from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.operations import OperationDone
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime import io_processors
-from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.mesh_client import MeshClient
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process.deaths import allowed

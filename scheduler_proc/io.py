@@ -12,9 +12,9 @@ from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
-from meshlm.runtime.process.about import about, requests
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.runtime.process.process import App
+from meshlm.runtime.process.readable import about, requests
 from meshlm.scheduler_proc import batching_counts
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates

@@ -18,7 +18,7 @@ from meshlm.protocol.extra_kind import Span
 from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
-from meshlm.runtime.process.transitions import check_transition
+from meshlm.runtime.process.events import check_transition
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.states import TRANSITIONS, RequestState, Wait
 

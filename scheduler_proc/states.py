@@ -22,7 +22,7 @@ so that its tokens are not all known; or its workers have not prepared its extra
 
 from enum import Enum
 
-from meshlm.runtime.process.transitions import check_transition
+from meshlm.runtime.process.events import check_transition
 
 
 class Session(Enum):

@@ -23,7 +23,7 @@ from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.dashboard import History
 from meshlm.protocol.edges.control import AskProcesses, AskRequests, FrontendRequests, MeshProcesses, News
 from meshlm.protocol.wire.ids import Role
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.process.figures import Figures
 
 PERIOD_S, STEADY_S = 0.1, 0.5

@@ -14,7 +14,7 @@ from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.edges.control import FrontendRequests
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
-from meshlm.runtime.client.choice import Choice, ResponseSink
+from meshlm.runtime.client.placement import Choice, ResponseSink
 
 MAX_ENDED = 1000
 SILENT_S = 2.0  # another frontend that says nothing for so long has no running requests to show

@@ -14,7 +14,7 @@ from meshlm.frontend.dashboard.requests import OtherFrontends
 from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView
 from meshlm.protocol.edges.control import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
 from meshlm.protocol.wire.ids import Role
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 FIGURES_S, RUNNING_S = 0.5, 1.0  # figures and the requests that run are made anew so often
 NEWS_S = 6.0  # of an event: longer than the longest time between two

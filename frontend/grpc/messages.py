@@ -24,7 +24,7 @@ from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.edges.text import PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 ABORTED = "abort"
 # Fields of a GenerateRequest that ask for what is not there.

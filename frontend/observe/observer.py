@@ -22,8 +22,8 @@ from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import MeshStats
 from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
-from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.mesh_client import MeshClient
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import metrics as shared_metrics

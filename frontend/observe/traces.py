@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.config import ObservabilityConfig
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 MAX_QUEUED = 4096  # spans; those beyond are dropped
 MAX_SEQUENCES = 64  # of a request that have spans with --collect-detailed-traces

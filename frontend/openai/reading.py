@@ -9,8 +9,8 @@ from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import Call, Finder, Part, ToolParser
 from meshlm.runtime.parsers.reasoning import ReasoningParser
+from meshlm.runtime.parsers.scan import Lexer
 from meshlm.runtime.parsers.splitter import Splitter
-from meshlm.runtime.parsers.tags import Lexer
 
 if TYPE_CHECKING:  # few servers need them
     from meshlm.runtime.parsers.harmony import Channels

@@ -10,7 +10,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs, PromptLogprobs, TokenLogprob
 from meshlm.protocol.logprobs import positions_of
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 NO_ANSWER = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
 NO_CHAT = NO_ANSWER | dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))

@@ -20,7 +20,7 @@ from meshlm.frontend.openai.response_fields import (
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 Json = dict[str, Any]

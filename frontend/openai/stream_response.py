@@ -15,7 +15,7 @@ from meshlm.frontend.openai.response_fields import chat_logprobs, completion_log
 from meshlm.frontend.openai.responses import AnswerHead, Json, Response, visible_reason
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
+from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
 
 _encode = msgspec.json.Encoder().encode
 

@@ -15,7 +15,7 @@ from meshlm.frontend.openai.reading import Reader, Said
 from meshlm.frontend.openai.responses import AnswerHead, Response
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
+from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

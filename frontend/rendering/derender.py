@@ -22,7 +22,7 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.logprobs import LONGEST_BEGIN, pending_after, shown
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 REASONS = {reason.value: reason for reason in FinishReason} | {"tool_calls": FinishReason.STOP, None: FinishReason.STOP}
 _BY_ID = re.compile(r"token_id:(\d{1,10})")  # how /inference/v1/generate names a token

@@ -14,7 +14,7 @@ from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.requests.generation import Form
 from meshlm.protocol.edges.text import PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode

@@ -14,8 +14,8 @@ from meshlm.protocol.config.resolved import Resolved
 from meshlm.protocol.edges.control import Died
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Submit, Tokenize, TokenizeReply
 from meshlm.protocol.wire.ids import ErrorKind, Identity, Incarnation
-from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.mesh_client import HOLD_S, MeshClient
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.deaths import poison
 from meshlm.runtime.process.figures import Figures

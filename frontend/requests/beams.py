@@ -31,7 +31,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_candidates, search
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 SENDS_A_TURN = 16  # beams of a prompt, in one turn of the loop
 Detail = tuple[TokenLogprob, tuple[TokenLogprob, ...]]  # a token, and the likeliest in its place

@@ -36,7 +36,7 @@ from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures

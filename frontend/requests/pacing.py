@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.runtime.client.choice import NO_DETAILS, Choice, ResponseSink, RowDetails
+from meshlm.runtime.client.placement import NO_DETAILS, Choice, ResponseSink, RowDetails
 
 MOST_WAITING = 256  # sequences of a request without a first token, for each rank: a batch does not run dry of them
 

@@ -21,7 +21,7 @@ from meshlm.protocol.edges.text import Retry, Submit, media_of
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
-from meshlm.runtime.client.choice import Choice, ResponseSink, choices_of
+from meshlm.runtime.client.placement import Choice, ResponseSink, choices_of
 
 
 class Answer(ResponseSink, Protocol):

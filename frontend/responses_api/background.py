@@ -23,7 +23,7 @@ from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.responses_api.format import ResponseFormat
 from meshlm.frontend.responses_api.records import Chunk, Stored, Written
 from meshlm.frontend.responses_api.shelf import Shelf
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 FLUSH_S, LEASE_S, LOOK_S = 0.05, 4.0, 1.0
 DEFER_S = 2.0  # until a response is tried again for which there was no room

@@ -17,7 +17,7 @@ from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 TICK_S = 0.02  # from one time's token to the next
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

@@ -32,7 +32,7 @@ from meshlm.protocol.audio import Audio, SpeechTokens
 from meshlm.protocol.edges.text import MediaPrompt, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples

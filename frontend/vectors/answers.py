@@ -17,7 +17,7 @@ from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
 from meshlm.protocol.pooling import PoolingSpec
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 
 Json = dict[str, Any]

@@ -21,13 +21,13 @@ from meshlm.protocol.edges.text import (
     TokenizeReply,
 )
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.client.questions import Question, Questions, Reply
 from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
-from meshlm.runtime.process.about import about
 from meshlm.runtime.process.events import Send
+from meshlm.runtime.process.readable import about
 
 FULL = "the queue is full; try again"
 HOLD_S = 10.0  # how long a question waits for a detokenizer: the only one may be the one that died

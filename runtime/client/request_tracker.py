@@ -11,10 +11,8 @@ import msgspec
 from meshlm.protocol.edges.text import Abort, Accepted, Attach, Detach, Finished, Rejected, Submit, TextDeltas
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Role
-from meshlm.runtime.client.choice import Choice, ResponseSink, RowDetails
-from meshlm.runtime.client.placement import Placement
-from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
-from meshlm.runtime.process.deaths import MAX_DEATHS, one_more, poison, too_many
+from meshlm.runtime.client.placement import Choice, Placement, ResponseSink, RowDetails
+from meshlm.runtime.process.deaths import BEGUN_S, MAX_DEATHS, NEW_S, one_more, poison, too_many
 from meshlm.runtime.process.events import Send
 from meshlm.runtime.process.in_hand import short
 

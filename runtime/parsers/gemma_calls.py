@@ -4,9 +4,8 @@ import re
 
 import msgspec
 
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, Tags
 from meshlm.runtime.parsers.streamed_calls import Answer, Body
-from meshlm.runtime.parsers.tags import Tags
 from meshlm.runtime.parsers.typed_values import escaped, quoted
 
 _NAME = re.compile(r"[\w.-]*")

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from meshlm.runtime.parsers import typed_values
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, Tags
 from meshlm.runtime.parsers.streamed_calls import Answer
-from meshlm.runtime.parsers.tags import Tags
 from meshlm.runtime.schema_reader import SchemaReader
 
 _NAME = re.compile(r"[^<>{}\s\"']+")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from meshlm.runtime.parsers.calls import Call, Part, ToolParser, Tools
 from meshlm.runtime.parsers.reasoning import ReasoningParser
-from meshlm.runtime.parsers.tags import Lexer
+from meshlm.runtime.parsers.scan import Lexer
 
 _NONE: Tools = MappingProxyType({})
 

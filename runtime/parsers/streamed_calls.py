@@ -9,8 +9,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from meshlm.runtime.parsers.calls import Call, CallStructure, Part, ToolParser, Tools
-from meshlm.runtime.parsers.scan import JsonMarks, Scan, Steps
-from meshlm.runtime.parsers.tags import Tags
+from meshlm.runtime.parsers.scan import JsonMarks, Scan, Steps, Tags
 
 MAX_HEAD = 1 << 16  # characters of a call before its name and its arguments are known; a longer one is text
 

@@ -57,3 +57,8 @@ def poison(role: Role, num_in_hand: int) -> str:
     return (
         f"refused: processes died {num_in_hand} times while they worked on this request, the last time its {role.value}"
     )
+
+
+# How long a request waits for a process that is away, of whatever role: a rank whose workers load, or any detokenizer.
+NEW_S = 60.0  # one of which its client has nothing yet
+BEGUN_S = 600.0  # one whose client reads already: a large model loads for minutes

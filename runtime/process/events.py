@@ -1,7 +1,12 @@
 """The events that every process tells its core, of its links and its clock, and Send, the effect that all cores have.
 
+`check_transition` looks into the table of states that each process has, with an essay above it.
 A core adds events and effects of its own beside these (detokenizer/events.py, say), and answers with them (handle(event, now)).
 """
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -45,3 +50,19 @@ class Send(Struct, frozen=True):
 
     to: Identity
     message: Struct
+
+
+State = TypeVar("State", bound=Enum)
+
+
+class InvalidTransition(Exception):
+    """A bug: the text tells the story."""
+
+
+def check_transition(
+    table: Mapping[State, tuple[State, ...]], before: State, after: State, name: str, story: Iterable[str] = ()
+) -> None:
+    """InvalidTransition where the table does not let `after` follow `before`."""
+    if after not in table[before]:
+        told = f"; so far: {', '.join(story)}" if story else ""
+        raise InvalidTransition(f"{name}: {before.value} -> {after.value}{told}")

@@ -18,9 +18,8 @@ from meshlm.protocol.config import RunConfig, log_levels
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.black_box import BlackBox, path_of
-from meshlm.runtime.process.log_writer import LogWriter
 from meshlm.runtime.process.readable import readable
-from meshlm.runtime.process.streams import complain, forgiving
+from meshlm.runtime.process.streams import LogWriter, complain, forgiving
 
 MAX_FIELD = 4000  # characters of one field of a line
 _METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")

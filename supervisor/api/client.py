@@ -24,8 +24,8 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role
-from meshlm.runtime.client.choice import Choice, RowDetails, choices_of
 from meshlm.runtime.client.mesh_client import MeshClient
+from meshlm.runtime.client.placement import Choice, RowDetails, choices_of
 from meshlm.runtime.client.questions import Reply
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.figures import Figures

@@ -7,7 +7,7 @@ from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import AbortRequests, Assign, Refused, ReportLoad, Routed, SchedulerIncarnation
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import HEAD, ErrorKind, Handle, Identity, Incarnation, RequestId, Role
-from meshlm.runtime.mesh.patience import NEW_S
+from meshlm.runtime.process.deaths import NEW_S
 from meshlm.runtime.process.events import Send
 
 # --- membership ---

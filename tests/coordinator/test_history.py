@@ -20,7 +20,7 @@ from meshlm.protocol.edges.admit import (
     Started,
 )
 from meshlm.protocol.wire.ids import HEAD, Handle, Identity, RequestId
-from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
+from meshlm.runtime.process.deaths import BEGUN_S, NEW_S
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 

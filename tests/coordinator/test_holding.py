@@ -7,7 +7,7 @@ from coordinator_bench import D0, S0, S1, WALL_S, Bench, admit, assigned, load, 
 from meshlm.protocol.edges.admit import AbortRequests, Assign, Refused
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, RequestId
-from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
+from meshlm.runtime.process.deaths import BEGUN_S, NEW_S
 from meshlm.runtime.process.events import Send
 
 

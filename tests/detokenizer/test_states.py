@@ -7,7 +7,7 @@ from journal_bench import S0, S1, Bench, admits
 
 from meshlm.detokenizer.states import IN_ATTEMPT, TRANSITIONS, RequestStatus
 from meshlm.protocol.wire.ids import COORDINATOR, RequestId
-from meshlm.runtime.process.transitions import InvalidTransition, check_transition
+from meshlm.runtime.process.events import InvalidTransition, check_transition
 
 
 def test_all_states_are_in_the_table_and_can_be_reached() -> None:

@@ -26,8 +26,8 @@ from meshlm.protocol.edges.text import Abort, Cancel, Detokenize, DetokenizeRepl
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.client import mesh_client, placement
-from meshlm.runtime.client.choice import Choice
 from meshlm.runtime.client.mesh_client import FULL
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
 from meshlm.runtime.process.deaths import MAX_DEATHS
 from meshlm.runtime.process.in_hand import question_name

@@ -7,8 +7,7 @@ from bench import COORDINATOR, LIFE, WORKER, Bench, limits, reference
 
 from meshlm.protocol.operations import Action, Operation, OperationId, Pause, Resume, Stop
 from meshlm.protocol.wire.ids import RequestId
-from meshlm.runtime.process.events import PeerLost, PeerUp, Received
-from meshlm.runtime.process.transitions import InvalidTransition, check_transition
+from meshlm.runtime.process.events import InvalidTransition, PeerLost, PeerUp, Received, check_transition
 from meshlm.scheduler_proc.states import TRANSITIONS, Planning, RankState, RequestState, Session, State
 
 KINDS = (Session, Planning, RequestState)

@@ -22,7 +22,7 @@ from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, RequestId, Role
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, byte_alphabet
 from meshlm.scheduler_proc.limits import MAX_CRASHES

@@ -2,9 +2,8 @@
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.calls import Structure
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, Tags
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
-from meshlm.runtime.parsers.tags import Tags
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -2,9 +2,8 @@
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.calls import Structure
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, Tags
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
-from meshlm.runtime.parsers.tags import Tags
 from meshlm.runtime.parsers.tools.deepseek_v3 import BEGIN, CLOSE, END, OPEN, SEPARATOR
 
 

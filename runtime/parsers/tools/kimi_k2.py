@@ -4,9 +4,8 @@ import re
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.calls import Structure
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, Tags
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
-from meshlm.runtime.parsers.tags import Tags
 
 BEGIN, END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 OPEN, SEPARATOR, CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -12,7 +12,7 @@ from meshlm.frontend.requests.submits import build_each
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import FinishReason, Handle
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 
 def answer_of(num_choices: int = 1, name: str = "cmpl-1") -> Any:

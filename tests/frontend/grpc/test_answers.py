@@ -9,7 +9,7 @@ from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
-from meshlm.runtime.client.choice import RowDetails
+from meshlm.runtime.client.placement import RowDetails
 
 
 def answering(*, stream: bool, n: int = 1, logprobs: int = -1, prompt_logprobs: int = -1) -> tuple[GrpcResponse, Ends]:

@@ -20,7 +20,7 @@ from meshlm.protocol.edges.text import Accepted, Detach, Finished, Submit, TextD
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, Identity, Role
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 

@@ -13,7 +13,7 @@ from meshlm.protocol.edges.text import Accepted, Finished, Rejected, TextDeltas
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Identity, Role
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.client.request_tracker import RequestTracker
 
 D0 = Identity(Role.DETOKENIZER, 0)

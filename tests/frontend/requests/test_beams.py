@@ -27,7 +27,7 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 PROMPT_IDS = (7, 8)
 # What follows which token: the likeliest first.

@@ -16,7 +16,7 @@ from meshlm.protocol.edges.text import Accepted, PositionLogprobs
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, Handle
-from meshlm.runtime.client.choice import RowDetails
+from meshlm.runtime.client.placement import RowDetails
 
 
 def feed(spaced: Interval, text: str, end: bool = True, index: int = 0) -> None:

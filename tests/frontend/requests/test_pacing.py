@@ -15,7 +15,7 @@ from meshlm.frontend.requests import pacing
 from meshlm.frontend.requests.pacing import Pace
 from meshlm.protocol.edges.text import Finished, Submit
 from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 LIMIT_S = 10.0
 

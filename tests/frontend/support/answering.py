@@ -23,7 +23,7 @@ from meshlm.protocol.edges.token import First, LogprobColumns
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
-from meshlm.runtime.client.choice import NO_DETAILS, Choice, RowDetails
+from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
 
 Json = dict[str, Any]
 FRAME = {"id": "cmpl-1", "created": 1700000000, "model": "tiny"}

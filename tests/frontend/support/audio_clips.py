@@ -17,7 +17,7 @@ from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs, Submit, TokenLogprob
 from meshlm.protocol.edges.token import First
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 START, EN, DE, JA, TRANSCRIBE, TRANSLATE, PREVIOUS, NO_TIMES = 10, 11, 12, 13, 20, 21, 22, 200
 ZERO = NO_TIMES + 1

@@ -36,7 +36,7 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures
 

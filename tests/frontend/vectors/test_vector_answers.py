@@ -23,7 +23,7 @@ from meshlm.protocol.pooling import PoolingSpec
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 
 EMBED = Pool(PoolKind.MEAN, PoolHead.EMBED, True)
 F32 = NDArray[np.float32]

@@ -11,7 +11,7 @@ from scripted import Scripted
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -23,7 +23,7 @@ from meshlm.protocol.edges.text import (
 )
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, RequestId
-from meshlm.runtime.client.choice import Choice, RowDetails
+from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 

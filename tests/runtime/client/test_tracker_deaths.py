@@ -24,8 +24,7 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, RequestId
 from meshlm.runtime.client import placement
 from meshlm.runtime.client.request_tracker import RequestTracker
-from meshlm.runtime.mesh.patience import BEGUN_S, NEW_S
-from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
+from meshlm.runtime.process.deaths import BEGUN_S, MAX_DEATHS, NEW_S, WINDOW_S
 from meshlm.runtime.process.events import Send
 
 # --- detokenizers come and go ---

@@ -20,7 +20,7 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind, RequestId
 from meshlm.runtime.client import placement
-from meshlm.runtime.client.choice import Choice
+from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.client.request_tracker import RequestTracker
 from meshlm.runtime.process.events import Send
 

@@ -10,7 +10,7 @@ from meshlm.protocol.edges.step import StepFailed
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
-from meshlm.runtime.process.about import about
+from meshlm.runtime.process.readable import about
 
 WORK = EngineRequest(RequestId("cmpl-5-0"), Handle(1), pack_i32([5]), SamplingParams())
 MANY = tuple(RequestId(f"r{number}") for number in range(11))

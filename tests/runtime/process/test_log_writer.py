@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from meshlm.runtime.process import log_writer
-from meshlm.runtime.process.log_writer import LogWriter
+from meshlm.runtime.process import streams
+from meshlm.runtime.process.streams import LogWriter
 
 LIMIT_S = 20.0
 
@@ -48,7 +48,7 @@ def test_nobody_waits_for_a_reader_that_has_stopped(ends: Callable[[], tuple[int
 
 @pytest.mark.parametrize(("line", "is_json"), [("text", False), ('{"event": "a line"}', True)])
 def test_what_is_left_out_is_counted(line: str, is_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(streams, "MAX_WAITING_BYTES", 1000)
     reading, writing = os.pipe()
     writer = LogWriter(writing)
     for _ in range(100_000):  # more than the pipe and the memory hold

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshlm.runtime.sandbox.lanes import Busy, LaneConfig, Lanes
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
-from meshlm.runtime.sandbox.sandbox import Sandbox, SandboxFailed
+from meshlm.runtime.sandbox.sandbox import Busy, LaneConfig, Lanes, Sandbox, SandboxFailed
 
 LIMITS = Limits(cpu_s=0.3, memory_bytes=64 * MIB, stack_bytes=4 * MIB)
 WALL_S = 60.0
