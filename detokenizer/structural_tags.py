@@ -193,7 +193,7 @@ class StructuralTag:
             tags = f"{tags} ({self._text(_string(part, 'separator'))} {tags})*"
         return tags if _flag(part, "at_least_one") else f"({tags})?"
 
-    # --- two formats of MeshLM's own, for calls that are no tags (runtime/parsers/list_structures.py) ---
+    # --- two formats of MeshLM's own, for calls that are no tags (runtime/parsers/structures.py) ---
 
     def _joined(self, part: dict[str, Any], depth: int) -> str:
         """Elements in their order, those that are not required or left out, with a separator between any two. A rule each."""

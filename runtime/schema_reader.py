@@ -1,7 +1,7 @@
 """What a JSON schema says of a value: the types that it takes, and the schema of a property, through references and combinations. Pure.
 
 A schema has this one reader: parsers give an argument the type that it says (parsers/parameter_calls.py), and the makers of grammars
-hold the model to the same (parsers/parameter_structure.py and its siblings). References are pointers from the root
+hold the model to the same (parsers/structures.py and gemma_structure.py). References are pointers from the root
 (schema_references.with_pointers). Circles and long chains end: what lies beyond the limits says nothing.
 """
 

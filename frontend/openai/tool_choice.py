@@ -20,7 +20,7 @@ from meshlm.runtime import schema_references
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.parsers.calls import CallStructure, Structure, Tools
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
+from meshlm.runtime.parsers.structures import ParameterStructure
 from meshlm.runtime.schema_references import pointer_step
 from meshlm.runtime.structured_outputs import json_schema
 from meshlm.runtime.structured_outputs import structural_tag as made_tag

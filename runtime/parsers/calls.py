@@ -11,10 +11,14 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
-from meshlm.runtime.parsers.channel_structure import ChannelStructure
 from meshlm.runtime.parsers.gemma_structure import GemmaStructure
-from meshlm.runtime.parsers.list_structures import FencedStructure, ListStructure, PythonStructure
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
+from meshlm.runtime.parsers.structures import (
+    ChannelStructure,
+    FencedStructure,
+    ListStructure,
+    ParameterStructure,
+    PythonStructure,
+)
 
 Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: the JSON schema of its parameters
 

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers.grammar_nodes import Json
-from meshlm.runtime.parsers.list_structures import PythonStructure, Tools
+from meshlm.runtime.parsers.structures import PythonStructure, Tools
 from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
 MAX_DEPTH = 8  # of objects and lists in the model's own form; deeper ones are JSON

@@ -12,8 +12,8 @@ from msgspec import Struct
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers.calls import Call, Part, Tools
-from meshlm.runtime.parsers.channel_structure import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 from meshlm.runtime.parsers.scan import Scan, Sink, Steps, Tags
+from meshlm.runtime.parsers.structures import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TAGS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
+from meshlm.runtime.parsers.structures import ParameterStructure
 from meshlm.runtime.schema_reader import SchemaReader
 from meshlm.runtime.schema_references import TooDeep, TooLarge, moved, target, with_pointers
 

@@ -2,9 +2,9 @@
 
 import re
 
-from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.structures import ListStructure
 
 OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
 _BETWEEN = re.compile(r"[\s\[,]*")

@@ -2,8 +2,8 @@
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.json_calls import Keys
-from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ListStructure
 
 KEYS = Keys(names=("tool_name", "name"), arguments=("parameters", "arguments"))
 OPEN, CLOSE = "<|START_ACTION|>", "<|END_ACTION|>"

@@ -3,8 +3,8 @@
 import re
 
 from meshlm.runtime.parsers.parameter_calls import Parameter, ParameterForm
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ParameterStructure
 
 _KEY = re.compile(r'\s*"([^"]+)"(?:\s+string="(true|false)")?\s*')
 _NOT_TEXT = frozenset({"object", "array", "integer", "number", "boolean", "null"})

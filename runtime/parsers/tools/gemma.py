@@ -3,9 +3,9 @@
 from meshlm.runtime.parsers import pythonic_calls
 from meshlm.runtime.parsers.gemma_calls import gemma_calls
 from meshlm.runtime.parsers.gemma_structure import GemmaStructure
-from meshlm.runtime.parsers.list_structures import PythonStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.structures import PythonStructure
 from meshlm.runtime.parsers.tools.functiongemma import CLOSE, ESCAPE, OPEN
 
 _of_functiongemma = gemma_calls(ESCAPE, CLOSE)

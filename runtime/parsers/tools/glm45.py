@@ -1,8 +1,8 @@
 """`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value> ... </tool_call>` of GLM 4.5 to 4.7 and of Laguna (poolside)."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ParameterStructure
 
 CALL = ParameterForm(
     name_end="",

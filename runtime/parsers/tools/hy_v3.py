@@ -1,8 +1,8 @@
 """`<tool_call>name<tool_sep><arg_key>key</arg_key><arg_value>value</arg_value></tool_call>` of Hunyuan 3, between `<tool_calls>`."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ParameterStructure
 
 CALL = ParameterForm(
     name_end="<tool_sep>",

@@ -4,9 +4,9 @@ import re
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.list_structures import ListStructure
 from meshlm.runtime.parsers.scan import Steps
 from meshlm.runtime.parsers.streamed_calls import Answer, Form, parser
+from meshlm.runtime.parsers.structures import ListStructure
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME, _ID = re.compile(r"[^\s\[{]*"), re.compile(r"\w*")

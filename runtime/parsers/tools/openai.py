@@ -1,7 +1,7 @@
 """The calls of gpt-oss: messages to `functions.name` (runtime/parsers/harmony.py)."""
 
 from meshlm.runtime.parsers.calls import ToolParser
-from meshlm.runtime.parsers.channel_structure import ChannelStructure
 from meshlm.runtime.parsers.harmony import TAGS, ChannelCalls
+from meshlm.runtime.parsers.structures import ChannelStructure
 
 PARSER = ToolParser(ChannelCalls, tags=TAGS, structure=ChannelStructure())

@@ -4,8 +4,8 @@ The outer tags may be missing.
 """
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ParameterStructure
 
 CALL = ParameterForm(
     close="</function>", parameter="<parameter=", key_end=">", parameter_close="</parameter>", after="</tool_call>"

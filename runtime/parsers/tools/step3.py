@@ -1,8 +1,8 @@
 """`<steptml:invoke name="..."><steptml:parameter name="key">value</steptml:parameter></steptml:invoke>` of Step 3, between tags."""
 
 from meshlm.runtime.parsers.parameter_calls import ParameterForm
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.streamed_calls import Form, parser
+from meshlm.runtime.parsers.structures import ParameterStructure
 
 BEGIN, END = "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"
 OPEN, SEPARATOR, CLOSE = "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"

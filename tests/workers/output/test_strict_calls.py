@@ -20,8 +20,8 @@ from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.model_files import tokenizer_files
 from meshlm.runtime.parsers.calls import Structure, joined
-from meshlm.runtime.parsers.parameter_structure import ParameterStructure
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
+from meshlm.runtime.parsers.structures import ParameterStructure
 from meshlm.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.model
