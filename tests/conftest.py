@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from triton_interpreter import hasten
 
 if not Path("/dev/nvidiactl").exists():
@@ -35,6 +36,10 @@ SLOW = (
     "deploy/test_packages.py",
     "engine/test_compute.py",
 )
+
+# An example may take long on a busy machine, or import what it tests: pytest's limit is for what hangs.
+settings.register_profile("meshlm", deadline=None)
+settings.load_profile("meshlm")
 
 gc.disable()  # what the tests import stays: see pytest_collection_finish
 

@@ -21,7 +21,7 @@ def indexed(**of: str) -> dict[str, object]:
     [
         (
             {"config.json": {**CONFIG, "quantization_config": {"quant_method": "quip", "bits": 4}}},
-            "quant_method 'quip'.; supported: quantization_config with fp8, .*, bitsandbytes, and GGUF files",
+            "quant_method 'quip'.; supported: quantization_config with fp8, .*, bitsandbytes, experts_int8, and GGUF files",
         ),
         (
             {"config.json": {**CONFIG, "quantization_config": {"quant_method": "fp8"}}},
