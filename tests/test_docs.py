@@ -34,14 +34,29 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in headings(there), f"{page.name} links to {target}, and no heading has that name"
 
 
+def endings() -> set[str]:
+    """Each file of the tree by its whole path, and by every end of it."""
+    known = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.rglob("*") if path.is_file()}
+    known |= {path.name for path in ROOT.iterdir()}
+    return {name[start + 1 :] for name in known for start in (-1, *(m.start() for m in re.finditer("/", name)))}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     """By their whole path, or by the end of it, as `coordinator/routing.py` may be `routing.py` further on."""
-    known = {str(path.relative_to(ROOT)) for folder in FOLDERS for path in folder.rglob("*") if path.is_file()}
-    known |= {path.name for path in ROOT.iterdir()}
-    ends = {name[start + 1 :] for name in known for start in (-1, *(m.start() for m in re.finditer("/", name)))}
-    missing = set(NAMED.findall(page.read_text("utf-8"))) - ends - EXAMPLES
+    missing = set(NAMED.findall(page.read_text("utf-8"))) - endings() - EXAMPLES
     assert not missing, f"{page.name} names {sorted(missing)}"
+
+
+def test_modules_that_the_code_names_are_there() -> None:
+    """Docstrings and comments name modules, which move: `(rows/table.py)`."""
+    ends, missing = endings(), dict[str, set[str]]()
+    for link in (ROOT / "src/meshlm").iterdir():
+        for file in link.resolve().rglob("*.py"):
+            named = set(re.findall(r"(?<![\w/.*<\"'-])(?:\w+/)*\w+\.py\b(?!\")", file.read_text("utf-8")))
+            if gone := named - ends - EXAMPLES:
+                missing[str(file.relative_to(ROOT))] = gone
+    assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -179,7 +179,7 @@ class FrontendRequests(Struct, frozen=True, tag="frontend_requests"):
     ended: tuple[RequestView, ...]  # later than since_s, the oldest first
     running: tuple[RequestView, ...]  # the oldest ones
     num_open: int = 0
-    ttft: dict[int, int] = {}  # of the last minute, by frontend/dashboard/recent.py's buckets
+    ttft: dict[int, int] = {}  # of the last minute, by frontend/dashboard/snapshot.py's buckets
     itl: dict[int, int] = {}
 
 

@@ -2,7 +2,7 @@
 
 Called by gguf_tokenizer.py and, to refuse a name that llama.cpp does not know, by the supervisor. A text is split by the first
 pattern, what comes of it by the next, and so on; what a pattern leaves out stays a piece of its own. The patterns are for Oniguruma
-(the tokenizers library's), and their cuts are llama.cpp's (tests/clients/test_llama_cpp_tokenizers.py), which in places are coarser
+(the tokenizers library's), and their cuts are llama.cpp's (tests/runtime/model_files/test_llama_cpp.py), which in places are coarser
 than those of a model's tokenizer.json: llama.cpp knows no case of letters beyond ASCII.
 """
 

@@ -1,4 +1,4 @@
-"""A tokenizer built from a .gguf file, which gives the tokens that llama.cpp gives (tests/clients/test_llama_cpp_tokenizers.py).
+"""A tokenizer built from a .gguf file, which gives the tokens that llama.cpp gives (tests/runtime/model_files/test_llama_cpp.py).
 
 Called by tokenizer_files.py; what the file says is read by gguf_vocabulary.py.
 """

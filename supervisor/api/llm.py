@@ -1,7 +1,6 @@
 """The Python API: the same mesh without HTTP.
-
-`LLM` starts the processes as `meshlm serve` does, less the frontends, and takes a frontend's place itself (client.py), in a
-background thread (background.py). The children are programs of their own, so a script needs no `__main__` guard.
+`LLM` starts the processes as `meshlm serve` does, less the frontends, and takes a frontend's place itself, in a background thread
+(background.py). The children are programs of their own, so a script needs no `__main__` guard.
 """
 
 import os

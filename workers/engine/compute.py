@@ -1,6 +1,6 @@
 """From a step's columns on the device to its sampled tokens there, launched one by one. Nothing here waits for the device.
 
-Owned by the engine, which sends the columns first (inputs.py) and fetches the tokens afterwards. A CUDA graph captures the same with
+Owned by the engine, which sends the columns first (kit.py) and fetches the tokens afterwards. A CUDA graph captures the same with
 another shape (engine/graph_steps.py).
 """
 

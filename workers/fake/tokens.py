@@ -1,4 +1,4 @@
-"""What the fake model (fake.py) gives: tokens, vectors and log-probabilities that the tests compute from a prompt, too."""
+"""What the fake model (engine.py) gives: tokens, vectors and log-probabilities that the tests compute from a prompt, too."""
 
 import zlib
 from functools import cache

@@ -30,7 +30,7 @@ from meshlm.workers.moe.fused_moe import (
 from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()
-ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/epilogues.py)
+ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/triton.py)
 
 
 class ExpertsKind(NamedTuple):

@@ -1,6 +1,6 @@
 """The persistent rows on the device, GPU or CPU: all tokens, block tables and columns in one int32 tensor.
 
-A plan brings what has changed; that becomes segments of one host buffer (rows/table.py), which `Inputs.send` (inputs.py) brings to
+A plan brings what has changed; that becomes segments of one host buffer (rows/table.py), which `Inputs.send` (engine/kit.py) brings to
 their places. Padding requests of CUDA graphs use the row after the last. Owned by the stepper thread.
 """
 
