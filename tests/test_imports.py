@@ -120,7 +120,7 @@ def test_of_many_kinds_the_one_asked_for_is_imported(statement: str, folder: str
     kinds = {
         path.stem
         for path in (ROOT / folder.replace(".", "/")).glob("*.py")
-        if re.search(r"^(FAMILY|FAMILIES|PARSER)\b", path.read_text(), re.M)
+        if re.search(r"^(FAMILY|FAMILIES|PARSERS)\b", path.read_text(), re.M)
     }
     assert len(kinds) > 8
     script = f"import sys; {statement}; print(*(name for name in sys.modules if name.startswith('meshlm.{folder}.')))"

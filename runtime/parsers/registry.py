@@ -23,7 +23,7 @@ class ToolParsers(MutableMapping[str, ToolParser]):
     def __getitem__(self, name: str) -> ToolParser:
         found = self._found[name]
         if isinstance(found, str):
-            parser: ToolParser = import_module(f"meshlm.runtime.parsers.tools.{found}").PARSER
+            parser: ToolParser = import_module(f"meshlm.runtime.parsers.tools.{found}").PARSERS[name]
             self._found[name] = found = parser
         return found
 
@@ -43,27 +43,24 @@ class ToolParsers(MutableMapping[str, ToolParser]):
         return len(self._found)
 
 
-OWN = (  # parsers that are named as their modules in tools/ are
-    "apertus deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 functiongemma gemma gemma4 gigachat3 glm45 granite hermes "
-    "hy_v3 internlm jamba kimi_k2 lfm2 llama3_json llama4_pythonic longcat minicpm5 minimax_m2 mistral olmo3 openai "
-    "phi4_mini_json pythonic qwen3_coder seed_oss step3 xlam "
-)
-OTHER_NAMES = {
-    "cohere_command3": "cohere_command",
-    "cohere_command4": "cohere_command",
-    "ernie45": "hermes",
-    "glm47": "glm45",
-    "granite-20b-fc": "granite_20b_fc",
-    "granite4": "hermes",
-    "hunyuan_a13b": "jamba",
-    "llama4_json": "llama3_json",
-    "mimo": "qwen3_coder",
-    "minimax": "jamba",
-    "poolside_v1": "glm45",
-    "qwen3_xml": "qwen3_coder",
-    "step3p5": "qwen3_coder",
+MODULES = {  # of tools/, and the names of their PARSERS
+    "apertus": "apertus",
+    "deepseek": "deepseek_v3 deepseek_v31",
+    "gemma": "functiongemma gemma gemma4",
+    "json_lists": "cohere_command3 cohere_command4 gigachat3 granite hunyuan_a13b jamba minimax phi4_mini_json xlam",
+    "json_objects": "ernie45 granite-20b-fc granite4 hermes internlm llama3_json llama4_json longcat",
+    "kimi_k2": "kimi_k2",
+    "mistral": "mistral",
+    "openai": "openai",
+    "parameters": (
+        "deepseek_v32 deepseek_v4 glm45 glm47 hy_v3 mimo minicpm5 minimax_m2 poolside_v1 qwen3_coder qwen3_xml seed_oss "
+        "step3 step3p5"
+    ),
+    "pythonic": "lfm2 llama4_pythonic olmo3 pythonic",
 }
-TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers({**{name: name for name in OWN.split()}, **OTHER_NAMES})
+TOOL_PARSERS: MutableMapping[str, ToolParser] = ToolParsers(
+    {name: module for module, names in MODULES.items() for name in names.split()}
+)
 REASONING_PARSERS: dict[str, ReasoningParser] = dict(reasoning.FORMATS)
 _loaded_files: set[tuple[str, str]] = set()  # with the variable that was read, in this process
 NOT_THERE = {  # vLLM's that cannot be

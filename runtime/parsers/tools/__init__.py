@@ -1,1 +1,1 @@
-"""The formats of tool calls, a module each; ../registry.py names them."""
+"""The formats of tool calls, a module for those that are alike; ../registry.py says which module has which parsers."""

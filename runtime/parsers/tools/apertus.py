@@ -45,4 +45,6 @@ def call(answer: Answer) -> Steps[bool]:
     return True
 
 
-PARSER = parser(Form(body, opens=(OPEN,), closes=(CLOSE,)), structure=ListStructure((OPEN,), CLOSE, by_name=True))
+PARSERS = {
+    "apertus": parser(Form(body, opens=(OPEN,), closes=(CLOSE,)), structure=ListStructure((OPEN,), CLOSE, by_name=True))
+}

@@ -20,4 +20,4 @@ def head(answer: Answer) -> Steps[tuple[str, str]]:
 
 
 FORM = Form(json_calls.named(head), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
-PARSER = parser(FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}functions.NAME:", CLOSE, SEPARATOR))
+PARSERS = {"kimi_k2": parser(FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}functions.NAME:", CLOSE, SEPARATOR))}

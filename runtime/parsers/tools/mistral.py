@@ -35,4 +35,4 @@ def body(answer: Answer) -> Steps[None]:
 FORM = Form(body, opens=(OPEN,))
 _ID_BEFORE = nodes.sequence(nodes.const(CALL_ID), nodes.regex(r"\w{1,64}"))
 _BEFORE = (nodes.optional(_ID_BEFORE), nodes.const(ARGS))
-PARSER = parser(FORM, ARGS, CALL_ID, structure=ListStructure((OPEN,), also=_BEFORE), short_ids=True)
+PARSERS = {"mistral": parser(FORM, ARGS, CALL_ID, structure=ListStructure((OPEN,), also=_BEFORE), short_ids=True)}

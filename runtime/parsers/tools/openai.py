@@ -4,4 +4,4 @@ from meshlm.runtime.parsers.calls import ToolParser
 from meshlm.runtime.parsers.harmony import TAGS, ChannelCalls
 from meshlm.runtime.parsers.structures import ChannelStructure
 
-PARSER = ToolParser(ChannelCalls, tags=TAGS, structure=ChannelStructure())
+PARSERS = {"openai": ToolParser(ChannelCalls, tags=TAGS, structure=ChannelStructure())}

@@ -18,7 +18,7 @@ from meshlm.runtime.parsers.calls import Call, joined
 from meshlm.runtime.parsers.reasoning import ReasoningParser
 from meshlm.runtime.parsers.registry import TOOL_PARSERS
 from meshlm.runtime.parsers.splitter import Splitter
-from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
+from meshlm.runtime.parsers.tools.json_objects import CLOSE, OPEN
 
 BERN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bärn"}}\n</tool_call>'
 TIME = '<tool_call>{"name":"time", "arguments": {}}</tool_call>'

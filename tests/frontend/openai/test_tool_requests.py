@@ -7,7 +7,7 @@ from parsing import asked, body_of
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.config import ServerConfig
-from meshlm.runtime.parsers.tools.hermes import CLOSE, OPEN
+from meshlm.runtime.parsers.tools.json_objects import CLOSE, OPEN
 
 ASKS: dict[str, object] = {"tools": [{"type": "function", "function": {"name": "weather"}}]}
 READS = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes")

@@ -1,4 +1,6 @@
-"""DeepSeek V3 and R1: between tags of their own "function", the name, and the arguments as a block of JSON."""
+"""DeepSeek V3 and R1: between tags of their own "function", the name, and the arguments as a block of JSON. V3.1: no type."""
+
+from msgspec.structs import replace
 
 from meshlm.runtime.parsers import json_calls
 from meshlm.runtime.parsers.calls import Structure
@@ -19,7 +21,20 @@ def head(answer: Answer) -> Steps[tuple[str, str]]:
     return name.strip(), ""
 
 
+def head_v31(answer: Answer) -> Steps[tuple[str, str]]:
+    """The call's name."""
+    name, _ = yield from answer.upto(Tags(SEPARATOR))
+    return name.strip(), ""
+
+
 FORM = Form(json_calls.named(head, behind="\n```"), opens=(OPEN,), closes=(CLOSE,), wrappers=(BEGIN, END))
-PARSER = parser(
-    FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}function{SEPARATOR}NAME\n```json\n", f"\n```{CLOSE}")
-)
+PARSERS = {
+    "deepseek_v3": parser(
+        FORM, SEPARATOR, structure=Structure(OPEN, f"{OPEN}function{SEPARATOR}NAME\n```json\n", f"\n```{CLOSE}")
+    ),
+    "deepseek_v31": parser(
+        replace(FORM, body=json_calls.named(head_v31)),
+        SEPARATOR,
+        structure=Structure(OPEN, f"{OPEN}NAME{SEPARATOR}", CLOSE),
+    ),
+}
