@@ -19,7 +19,7 @@ _SPEAKERS = "speakers are not told apart"
 NOT_SUPPORTED = {
     "hotwords": "Whisper has none; name such words in prompt",
     "keywords": "not supported; name such words in prompt",
-    "languages": "not supported; give language, or none for the language that is transcription first",
+    "languages": "not supported; give language, or none for the language that is heard first",
     "include": "log-probabilities of a transcript are not supported",
     "chunking_strategy": "only auto is supported: long audio is cut at its quietest places",
     "known_speaker_names": _SPEAKERS,
