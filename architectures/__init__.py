@@ -1,1 +1,1 @@
-"""What a model family is, without torch: files -> ModelSpec, names of weights, how ranks split them."""
+"""Model families, without torch: files -> ModelSpec, names of weights, how ranks split them."""

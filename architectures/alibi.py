@@ -149,7 +149,7 @@ def _mpt_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 _MPT_OUTSIDE = {"wte": "model.embed_tokens", "norm_f": "model.norm"}
-DENSE = layer_norms.FUSED._replace(
+MPT = layer_norms.FUSED._replace(
     architecture="MptForCausalLM",
     model_type="mpt",
     spec=_mpt_spec,
@@ -171,7 +171,7 @@ DENSE = layer_norms.FUSED._replace(
     ),
     gguf=layer_norms.layer_norm_form("mpt", _mpt_gguf, "attention.clamp_kqv", "attention.max_alibi_bias"),
 )
-_MPT_FAMILIES = (DENSE, DENSE._replace(architecture="MPTForCausalLM", gguf=None))
+_MPT_FAMILIES = (MPT, MPT._replace(architecture="MPTForCausalLM", gguf=None))
 _FALCON_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # of files before transformers had it
 
 

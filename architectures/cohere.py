@@ -54,7 +54,7 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     return spec
 
 
-FAMILY = Family(
+COHERE = Family(
     architecture="CohereForCausalLM",
     model_type="cohere",
     spec=_spec,
@@ -104,4 +104,4 @@ COHERE2 = Family(
     gguf=GGUFFamily("cohere2", _gguf, GGUF_KEYS | {"attention.sliding_window"}, interleaved_heads=True),
     model=MODEL,
 )
-FAMILIES = (FAMILY, COHERE2)
+FAMILIES = (COHERE, COHERE2)

@@ -1,4 +1,4 @@
-"""What dense decoders have in common: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
+"""The common base of dense decoders: the sizes that their files give, and the weights of attention, gated MLP and embeddings."""
 
 import math
 from typing import Any

@@ -57,7 +57,7 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    """What every token goes to is as wide as its tensors: files give another number for it."""
+    """The shared experts are as wide as their tensors: files give another number for it."""
     spec, get = dense_gguf(metadata, architecture), metadata.get
     first, every = int(get("leading_dense_block_count", 0)), int(get("interleave_moe_layer_step", 1))
     if every < 1:
@@ -82,7 +82,7 @@ def _renamed(name: str) -> str:
     return name.replace(".mlp.moe_statics.", ".mlp.gate.").replace(".mlp.gate.moe_statics.", ".mlp.gate.")
 
 
-DENSE = Family(
+ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
     model_type="ernie4_5",
     spec=_spec,
@@ -91,7 +91,7 @@ DENSE = Family(
     defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
     gguf=GGUFFamily("ernie4_5", _gguf),
 )
-EXPERTS = Family(
+ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",
     spec=_moe_spec,
@@ -116,4 +116,4 @@ EXPERTS = Family(
     rename=_renamed,
     compiles=False,
 )
-FAMILIES = (DENSE, EXPERTS)
+FAMILIES = (ERNIE4_5, ERNIE4_5_MOE)

@@ -25,7 +25,7 @@ class Split(Enum):
 
 
 class Serves(Enum):
-    """What a family's models do for clients."""
+    """The tasks that a family's models do for clients."""
 
     TEXT = "text"  # they go on with a text
     VECTORS = "vectors"  # one of a text, or one of each of its tokens

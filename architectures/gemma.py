@@ -31,7 +31,7 @@ def _gemma_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def per_layer_weights(size: int, hidden: int) -> Iterator[Weight]:
-    """What a layer makes of its vector of a token, of so many numbers."""
+    """The weights of what a layer makes of its vector of a token, of so many numbers."""
     for name, gguf, parameter, shape in (
         ("per_layer_input_gate.weight", "inp_gate", "per_layer_gate.weight", (size, hidden)),
         ("per_layer_projection.weight", "proj", "per_layer_projection.weight", (hidden, size)),

@@ -178,7 +178,7 @@ def _kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _full_attention(config: dict[str, Any], spec: ModelSpec) -> dict[str, Any]:
-    """What the attention of layers that see all has otherwise than that of layers that slide. ValueError."""
+    """The fields in which the attention of layers that see all differs from that of layers that slide. ValueError."""
     same = boolean(config, "attention_k_eq_v")
     kv_heads, head_dim = spec.num_key_value_heads, integer(config, "global_head_dim", _GLOBAL_HEAD_DIM)
     if same:

@@ -105,7 +105,7 @@ def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return layers.with_experts(granite_gguf(metadata, architecture), layers.gguf_moe(metadata, norm_topk_prob=True))
 
 
-DENSE = Family(
+GRANITE = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     spec=_spec,
@@ -119,7 +119,7 @@ DENSE = Family(
         interleaved_heads=True,
     ),
 )
-EXPERTS = Family(
+GRANITE_MOE = Family(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
     spec=_moe_spec,
@@ -181,7 +181,7 @@ def _weights(spec: ModelSpec) -> Iterator[Weight]:
     return multiplied(spec, transformer_weights(spec, state=states.mamba2_weights, mlp=mlp, experts=NAMES))
 
 
-FAMILY = Family(
+GRANITE_HYBRID = Family(
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     spec=_hybrid_spec,
@@ -211,4 +211,4 @@ FAMILY = Family(
     ),
     model=states.MODEL,
 )
-FAMILIES = (DENSE, EXPERTS, FAMILY)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID)

@@ -1,4 +1,4 @@
-"""What decoders with layer norms have in common: the sizes in their files, and the weights by names that families rename theirs to."""
+"""The common base of decoders with layer norms: the sizes in their files, and the weights by names that families rename theirs to."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -165,6 +165,6 @@ LAYER_NORMS = Family(
     weights=layer_norm_weights,
     model="meshlm.workers.models.layer_norm:LayerNormDecoder",
 )
-"""What families of decoders with layer norms have in common; each says the rest."""
+"""The common fields of families of decoders with layer norms; each says the rest."""
 FUSED = LAYER_NORMS._replace(packed=QKV)
 """The same, of which files hold query, key and value in one tensor."""

@@ -24,7 +24,7 @@ def with_attention(spec: ModelSpec, which: Iterable[bool] = (), **changes: Any) 
 
 
 def all_but_each(every: int, count: int) -> tuple[bool, ...]:
-    """Of so many layers, all but the last of each `every`."""
+    """Whether each of so many layers is none of the last of `every`."""
     return tuple((layer + 1) % every > 0 for layer in range(count))
 
 

@@ -141,7 +141,7 @@ def _exaone4_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _exaone4_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    """Of the larger model, whose first files name no window, three layers in four slide."""
+    """The window and the kinds of layers: three in four of the larger model slide, whose first files name no window."""
     spec = dense.dense_gguf(metadata, architecture)
     window = _WINDOW if spec.num_hidden_layers == _LARGE else 0
     spec = dense.gguf_sliding(metadata, replace(spec, qk_norm=True), _EXAONE4_EVERY, window)

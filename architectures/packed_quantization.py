@@ -186,7 +186,7 @@ TENSORS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 """By layout: the tensors that stand for a layer's weight, what each of them is, and the types it may have."""
 STATE = "bitsandbytes__"
 _STATES = {"absmax": ("F32", "U8"), "quant_map": ("F32",), "nested_absmax": ("F32",), "nested_quant_map": ("F32",)}
-"""What bitsandbytes has behind the name of a weight, beside a tensor whose last part begins with STATE."""
+"""The names that bitsandbytes has behind that of a weight, beside a tensor whose last part begins with STATE."""
 
 
 def stem_of(name: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of a checkpoint's weights: one `QuantizationFormat` for each quant_method that is read.
+"""A `quantization_config` as a description of a checkpoint's weights: one `QuantizationFormat` for each quant_method that is read.
 The supervisor reads it before a process starts; workers find by the same entry how to compute. A plug-in registers its own.
 """
 

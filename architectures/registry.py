@@ -127,7 +127,7 @@ def family_of(architecture: str) -> Family | None:
 
 
 def serves(spec: ModelSpec) -> Serves:
-    """What this model does for clients: what its family says, and of a plug-in's that says nothing what its spec leaves it."""
+    """The tasks that this model does for clients: those of its family, or, of a plug-in's that names none, those its spec allows."""
     family = family_of(spec.architecture)
     found = Serves.TEXT if family is None else family.serves
     if found is not Serves.TEXT:

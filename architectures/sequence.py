@@ -221,5 +221,5 @@ def _reward(config: dict[str, Any]) -> HeadSpec:
 
 
 def _process_reward(config: dict[str, Any]) -> HeadSpec:
-    """Of the steps of a solution, each of which ends in the token <extra_0>; vLLM has its id likewise."""
+    """The head that rewards each step of a solution, which ends in the token <extra_0>; vLLM has its id likewise."""
     return HeadSpec(num_labels=2, layers=2, bias=(True, True), act="relu", activation="softmax", step_tag_id=151651)

@@ -1,4 +1,4 @@
-"""What models with Mamba layers (Gu and Dao 2023) or Mamba-2 layers have in common: sizes as files give them, and a mixer's weights."""
+"""The common base of models with Mamba layers (Gu and Dao 2023) or Mamba-2 layers: sizes as files give them, and a mixer's weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal

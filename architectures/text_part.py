@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 262144,
     },
 }
-"""What a missing key means here, where it differs from the family's own."""
+"""The values of missing keys, where they differ from the family's own."""
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"

@@ -1,4 +1,4 @@
-"""What kernel.py computes, in plain torch."""
+"""The reference of kernel.py, in plain torch."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What attention/prefill.py and attention/decode.py compute, in plain torch and float32."""
+"""The reference of attention/prefill.py and attention/decode.py, in plain torch and float32."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What causal_conv/kernel.py computes, in plain torch.
+"""The reference of causal_conv/kernel.py, in plain torch.
 
     y_t = silu(bias + sum over k of weight_k x_(t - K + 1 + k))         each channel for itself; or without silu
 

@@ -1,4 +1,4 @@
-"""What rounded.h computes, in plain torch: rounded activations, to be multiplied with decoded weights."""
+"""The reference of rounded.h, in plain torch: rounded activations, to be multiplied with decoded weights."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What embedding/kernel.py computes, in plain torch."""
+"""The reference of embedding/kernel.py, in plain torch."""
 
 import torch
 from torch import Tensor

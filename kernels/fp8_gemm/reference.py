@@ -1,4 +1,4 @@
-"""What fp8_gemm/kernel.py computes, in plain torch."""
+"""The reference of fp8_gemm/kernel.py, in plain torch."""
 
 from typing import NamedTuple
 

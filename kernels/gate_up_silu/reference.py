@@ -1,4 +1,4 @@
-"""What gate_up_silu/kernel.py computes, in plain torch: the unfused operations, one after the other."""
+"""The reference of gate_up_silu/kernel.py, in plain torch: the unfused operations, one after the other."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What gated_delta/kernel.py and update.py compute, in plain torch: the gated delta rule (Yang et al. 2024, "Gated Delta Networks").
+"""The reference of gated_delta/kernel.py and update.py in torch: the gated delta rule (Yang et al. 2024, "Gated Delta Networks").
 
     S_t = exp(g_t) S_(t-1) + k_t (beta_t (v_t - exp(g_t) S_(t-1)^T k_t))^T          of each head: S [K, V]
     o_t = S_t^T q_t

@@ -1,4 +1,4 @@
-"""What gated_norm/kernel.py computes, in plain torch: the norm of each group of a line's numbers, before or after it is multiplied by
+"""The reference of gated_norm/kernel.py in torch: the norm of each group of a line's numbers, before or after it is multiplied by
 silu(gate) (Dao and Gu 2024, "SSD", section 7: before; Yang et al. 2024, "Gated Delta Networks": after)."""
 
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What gemv/kernel.py computes, in plain torch and float32."""
+"""The reference of gemv/kernel.py, in plain torch and float32."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What the kernels of a mixture of experts compute, in plain torch: a product of each row with the weight of its expert."""
+"""The reference of the kernels of a mixture of experts, in plain torch: a product of each row with the weight of its expert."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""What kernels/lightning_index computes, in plain torch and float32."""
+"""The reference of kernels/lightning_index, in plain torch and float32."""
 
 import torch
 from torch import Tensor

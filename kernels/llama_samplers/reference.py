@@ -1,4 +1,4 @@
-"""What llama_samplers/kernel.py computes, in plain torch on any device, a line at a time. Nothing waits for the device."""
+"""The reference of llama_samplers/kernel.py, in plain torch on any device, a line at a time. Nothing waits for the device."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What kernels/mla computes, in plain torch; attention in float32."""
+"""The reference of kernels/mla, in plain torch; attention in float32."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What kernel.py computes behind gate and up, in plain torch, where that is no silu."""
+"""The reference of kernel.py behind gate and up, in plain torch, where that is no silu."""
 
 from torch import Tensor
 

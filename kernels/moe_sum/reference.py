@@ -1,4 +1,4 @@
-"""What moe_sum/kernel.py computes, in plain torch."""
+"""The reference of moe_sum/kernel.py, in plain torch."""
 
 import torch
 from torch import Tensor

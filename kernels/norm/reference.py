@@ -1,4 +1,4 @@
-"""What norm/kernel.py computes, in plain torch."""
+"""The reference of norm/kernel.py, in plain torch."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What penalties/kernel.py computes, in plain Python and float32."""
+"""The reference of penalties/kernel.py, in plain Python and float32."""
 
 from collections import Counter
 

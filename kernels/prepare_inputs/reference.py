@@ -1,4 +1,4 @@
-"""What prepare_inputs/kernel.py computes, in plain torch."""
+"""The reference of prepare_inputs/kernel.py, in plain torch."""
 
 import torch
 from torch import Tensor

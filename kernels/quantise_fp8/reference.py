@@ -1,4 +1,4 @@
-"""What quantise_fp8/kernel.py computes, in plain torch."""
+"""The reference of quantise_fp8/kernel.py, in plain torch."""
 
 import torch
 from torch import Tensor

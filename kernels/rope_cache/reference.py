@@ -1,4 +1,4 @@
-"""What rope_cache/kernel.py computes, in plain torch."""
+"""The reference of rope_cache/kernel.py, in plain torch."""
 
 import torch
 from torch import Tensor

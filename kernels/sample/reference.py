@@ -1,4 +1,4 @@
-"""What sample/kernel.py computes, in plain torch and float64."""
+"""The reference of sample/kernel.py, in plain torch and float64."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What selective_scan/kernel.py computes, in plain torch: the state space of Mamba (Gu and Dao 2023).
+"""The reference of selective_scan/kernel.py, in plain torch: the state space of Mamba (Gu and Dao 2023).
 
     h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t          of each channel: h, A, B, C [N], x and dt numbers
     y_t = h_t C_t + D x_t

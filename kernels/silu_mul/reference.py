@@ -1,4 +1,4 @@
-"""What silu_mul/kernel.py computes, in plain torch."""
+"""The reference of silu_mul/kernel.py, in plain torch."""
 
 from collections.abc import Callable
 

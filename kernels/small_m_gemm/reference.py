@@ -1,4 +1,4 @@
-"""What small_m_gemm/kernel.py and the norm behind its parts compute, in plain torch."""
+"""The reference of small_m_gemm/kernel.py and the norm behind its parts, in plain torch."""
 
 import torch
 from torch import Tensor

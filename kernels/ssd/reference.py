@@ -1,4 +1,4 @@
-"""What ssd/kernel.py and ssd/update.py compute, in plain torch: the state space of Mamba-2 (Dao and Gu 2024, "SSD").
+"""The reference of ssd/kernel.py and ssd/update.py, in plain torch: the state space of Mamba-2 (Dao and Gu 2024, "SSD").
 
     h_t = exp(dt_t A) h_(t-1) + dt_t x_t B_t^T          of each head: h [P, N], x [P], B and C [N], A and dt numbers
     y_t = h_t C_t + D x_t

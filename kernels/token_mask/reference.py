@@ -1,4 +1,4 @@
-"""What token_mask/kernel.py computes, in plain Python."""
+"""The reference of token_mask/kernel.py, in plain Python."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What top_k_top_p/kernel.py computes, in plain torch and float64, by sorting."""
+"""The reference of top_k_top_p/kernel.py, in plain torch and float64, by sorting."""
 
 import math
 

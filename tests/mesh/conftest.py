@@ -1,5 +1,6 @@
 """One mesh for all tests of a kind that do not harm it."""
 
+import inspect
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -9,6 +10,10 @@ from http_clients import AUTH, FLAGS
 from serving import Serving, serving
 
 SHOWN = 80  # of the lines that a mesh said last
+
+# A busy machine takes more than the client's 5 seconds for an answer. What is too slow is said by the tests that measure.
+_timeout = inspect.signature(httpx.get).parameters["timeout"].default
+_timeout.connect = _timeout.read = _timeout.write = _timeout.pool = 60
 
 
 @pytest.hookimpl(wrapper=True)

@@ -39,6 +39,7 @@ CHECKED = [
     checks.negative_data_rejection,
     checks.positive_data_acceptance,
 ]
+LIMIT = 120  # seconds for an answer: a summary has 2,048 tokens
 _numbers = itertools.count()
 
 
@@ -224,7 +225,7 @@ def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:
         brief(case)
         if mode is GenerationMode.POSITIVE:
             consistent(case)
-        response = case.call(base_url=url, headers=AUTH)
+        response = case.call(base_url=url, headers=AUTH, timeout=LIMIT)
         found.add(response.status_code)
         case.validate_response(response, checks=CHECKED)
 
@@ -233,7 +234,7 @@ def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:
 
 
 def operations(url: str) -> list[Any]:
-    document = httpx.get(f"{url}/openapi.json", headers=AUTH).json()
+    document = httpx.get(f"{url}/openapi.json", headers=AUTH, timeout=LIMIT).json()
     found: list[Any] = list(schemathesis.openapi.from_dict(document).get_all_operations())
     ok = [operation.ok() for operation in found]
     return [

@@ -232,7 +232,7 @@ def test_paths_do_what_the_schema_says(server: Serving) -> None:
                 derandomize=True,
             )
             def one(case: Any) -> None:
-                case.validate_response(case.call(base_url=server.url), checks=CHECKED)
+                case.validate_response(case.call(base_url=server.url, timeout=60), checks=CHECKED)
 
             one()
 

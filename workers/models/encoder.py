@@ -1,8 +1,9 @@
-"""What encoders have in common: no KV cache, no output projection, and perhaps a classifier of pooled states.
+"""The common base of encoders: no KV cache, no output projection, and perhaps a classifier of pooled states.
 
 An encoder is what the engine knows as a `Decoder`: it has layers, and gives the hidden states of a step's tokens.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -71,7 +72,7 @@ class EncoderLayer(nn.Module):
         return found
 
 
-class Encoder(Decoder):
+class Encoder(Decoder, ABC):
     """The frame that a family fills: `make` makes its modules, `encode` computes a step."""
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
@@ -88,13 +89,13 @@ class Encoder(Decoder):
         self.projection = Table(spec.projection, spec.hidden_size) if spec.projection else None
         self.classifier = Classifier(spec, spec.head) if spec.head is not None else None
 
+    @abstractmethod
     def make(self, spec: ModelSpec) -> None:
         """Makes what is between the embeddings and the classifier, `layers` among it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode(self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
         """Hidden states [t, hidden] of the last layer."""
-        raise NotImplementedError
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         self.ops = make_ops(device, dtype) if device.type == "cpu" else TorchOps()  # there are no steps of few rows
