@@ -5,6 +5,7 @@ holds that requests made from it are served.
 """
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -69,9 +70,11 @@ def refine(schemas: Json, served: Served) -> None:
     _refine_forms(schemas, served)
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     either: Json = {"anyOf": [_TEXT, _ids(served, minItems=1)]}
+    maybe_empty: Json = {"anyOf": [_STRING, _ids(served)]}
+    items = partial(_list, minItems=1, maxItems=2048)
     refined["GenerativeScoringRequest"] = _fields(served) | {
-        "query": either,
-        "items": _list(either, minItems=1, maxItems=2048),
+        "query": maybe_empty,
+        "items": items(maybe_empty),
         "label_token_ids": _ids(served, minItems=1, maxItems=MAX_LOGPROB_IDS),
     }
     for name in OF_INPUTS:
@@ -87,6 +90,9 @@ def refine(schemas: Json, served: Served) -> None:
         schemas["CompletionRequest"]["required"] = [] if served.takes_embeds else ["prompt"]
         text = "stream_options needs stream: true; max_tokens 0 needs echo: true; best_of is at least n"
         _describe(schemas["CompletionRequest"], f"{text}; logprob_token_ids needs logprobs.")
+    if "GenerativeScoringRequest" in schemas:
+        filled = [{"properties": {"query": either}}, {"properties": {"items": items(either)}}]  # no prompt is empty
+        schemas["GenerativeScoringRequest"]["anyOf"] = filled
     if "ResponsesRequest" in schemas:
         schemas["ResponsesRequest"]["required"] = ["input"]
         for name in ("InputTokensRequest", "CompactRequest"):  # which may go on with a conversation without more input

@@ -255,7 +255,7 @@ def test_each_route_answers_as_declared(keyed: Serving) -> None:
 
 DEVELOPING = {
     "/collective_rpc": {404},  # there is no extension to call
-    "/sleep": {200, 409},  # at level 0 of a mesh that sleeps deeper, whose cache cannot be reset
+    "/sleep": {200, 409},  # the latter at level 0 of a mesh that sleeps deeper, whose cache cannot be reset
 }
 
 
@@ -267,7 +267,8 @@ def test_each_route_for_development_answers_as_declared() -> None:
         assert {operation.path for operation in found} == own
         for operation in found:
             expected = DEVELOPING.get(operation.path, {200})
-            assert statuses(operation, GenerationMode.POSITIVE, server.url) == expected, operation.label
+            answered = statuses(operation, GenerationMode.POSITIVE, server.url)
+            assert answered <= expected, operation.label
             if len(operation.body):
                 wrong = statuses(operation, GenerationMode.NEGATIVE, server.url)
                 assert max(wrong) < 500, operation.label
