@@ -231,7 +231,7 @@ class Constraint(StepExtra[Any]):
         if (mask := self.mask(head.take_mask)) is not None:
             head.mask(mask)
 
-    def after_head(self, tokens: I32, end: Mark) -> None:
+    def after_head(self, tokens: I32, end: Mark, counts: I32 | None = None) -> None:
         if self._rows:
             self._grammars.sampled(self._rows, tokens, end)
 

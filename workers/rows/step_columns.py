@@ -39,10 +39,17 @@ class Contexts(NamedTuple):
     num_keys: int  # of all decodes; those that are read once for several count once
 
 
+class Drafts(NamedTuple):
+    """The tokens that a step verifies, host side. They stand behind their rows' known tokens."""
+
+    counts: I32  # [samples] of each request that samples, in the order of StepColumns.places
+    tokens: I32  # [sum(counts)], request by request
+
+
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
-    __slots__ = ("counts", "n", "places", "rows", "samples", "shared", "starts", "t")
+    __slots__ = ("counts", "drafts", "n", "places", "rows", "samples", "shared", "starts", "t")
 
     def __init__(self, plan: StepPlan) -> None:
         self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
@@ -51,6 +58,7 @@ class StepColumns:
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
         self.places = np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)  # that sample
         self.shared: Clusters | None = None  # its decodes that read prefixes together
+        self.drafts: Drafts | None = None  # among its tokens; set before the head is launched
 
     def of_tokens(self) -> tuple[I32, I64]:
         """The row and the position of each token."""

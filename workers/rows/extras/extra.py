@@ -52,8 +52,9 @@ class StepExtra(Generic[States]):
     def after_model(self, hidden: States) -> None:
         """The states [t, any] of the step's tokens; of a step that is no graph."""
 
-    def after_head(self, tokens: I32, end: Mark) -> None:
-        """The tokens [samples] are on the host behind this mark."""
+    def after_head(self, tokens: I32, end: Mark, counts: I32 | None = None) -> None:
+        """The tokens that rows got [sum(counts)] are on the host behind this mark, and so are `counts` [samples]: how many each
+        request that samples got, in the order of StepColumns.places; None: one each."""
 
     def findings(self) -> StepFindings:
         """Called in the completer thread, when the device has computed the step."""
