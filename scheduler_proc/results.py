@@ -95,6 +95,7 @@ class Results:
         """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
         samples = record.samples or b"\x01" * len(record.batch)
         counts = iter(ints(result.counts)) if result.counts else repeat(1)
+        all_drafted = iter(ints(result.drafted))
         at = 0
         for batch_index, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
@@ -113,10 +114,12 @@ class Results:
             if not samples[batch_index]:
                 continue
             count = next(counts)
+            allowed = record.num_drafts[batch_index] if record.num_drafts else 0
+            drafted = next(all_drafted, allowed)
             if alive:
-                if record.num_drafts and record.num_drafts[batch_index]:
-                    self._count_drafts(record.num_drafts[batch_index], count - 1)
-                self._not_given(request, 1 + (record.num_drafts[batch_index] if record.num_drafts else 0) - count)
+                if drafted:
+                    self._count_drafts(drafted, count - 1)
+                self._not_given(request, 1 + allowed - count)
                 for nth in range(count):
                     output.seal(request.detokenizer)
                     if batch_index in result.logprobs and request.state is not RequestState.FINISHED:

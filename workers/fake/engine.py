@@ -6,7 +6,7 @@ sliding windows has several groups of layers, with a table each: then all that a
 group, too: where its page is carried on, the slots of later tokens overwrite those of earlier ones.
 
 With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
-row's end until it is overwritten. Now and then it gives a row no token at all.
+row's end until it is overwritten. Now and then it drafts fewer for a row than it may, or gives it no token at all.
 """
 
 import time
@@ -37,7 +37,7 @@ from meshlm.workers.rows.step_columns import COMPUTED, StepColumns
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool
-WRONG_EVERY, NONE_EVERY = 3, 7  # one draft, and one row of a step with drafts, of so many
+WRONG_EVERY, NONE_EVERY, FEWER_EVERY = 3, 7, 5  # one draft, and one row of a step with drafts, of so many
 
 
 def worker_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> "FakeEngine":
@@ -153,6 +153,7 @@ class FakeEngine:
             launched_ns=launched,
             done_ns=time.monotonic_ns(),
             counts=b"" if counts is None else counts.tobytes(),
+            drafted=b"" if num_drafts is None else num_drafts[arrays.samples].tobytes(),
         )
         return Done(with_findings(result, extras))
 
@@ -160,9 +161,12 @@ class FakeEngine:
         """Write the drafts that the plan allows behind the rows' tokens, as if they were known; how many each row has, or None."""
         if not plan.num_drafts:
             return None
-        num_drafts = np.frombuffer(plan.num_drafts, np.int32)
-        table, drafting = self._rows, num_drafts > 0
-        rows, counts = np.frombuffer(plan.rows, np.int32)[drafting], num_drafts[drafting]
+        num_drafts, table = np.frombuffer(plan.num_drafts, np.int32).copy(), self._rows
+        rows = np.frombuffer(plan.rows, np.int32)
+        fewer = (dice(rows, table.num_known[rows]) % FEWER_EVERY == 0) & (num_drafts > 0)
+        num_drafts[fewer] -= 1
+        drafting = num_drafts > 0
+        rows, counts = rows[drafting], num_drafts[drafting]
         ends = table.num_known[rows]
         before = np.maximum(ends.astype(np.int64) - 2, 0)
         state = np.where(ends > 1, self._state[table.slots(rows, before)[:, 0]], np.uint64(0))
@@ -184,7 +188,8 @@ class FakeEngine:
         counts = counts if num_drafts is None else counts + num_drafts
         samples = np.frombuffer(plan.samples, np.uint8) > 0 if plan.samples else np.ones(len(rows), np.bool_)
         starts = np.where(samples, self._rows.num_known[rows] - counts, starts)
-        return msgspec.structs.replace(plan, starts=starts.astype(np.int32).tobytes(), counts=counts.tobytes())
+        columns = {"starts": starts.astype(np.int32).tobytes(), "counts": counts.tobytes()}
+        return msgspec.structs.replace(plan, **columns, num_tokens=int(counts.sum()))
 
     def _accept(
         self, step: int, arrays: StepArrays, num_drafts: I32, last: I32, masked: TokenMask | None

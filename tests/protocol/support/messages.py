@@ -240,6 +240,7 @@ FULL: tuple[Struct, ...] = (
         pack_i32([1]),
         {2: pack_f32([0.5])},
         {0: ROW_FAILED},
+        pack_i32([2]),
     ),
     step.StepFailed(77, StepId(5), "out of memory"),
     step.PrepareExtra(77, 3, GRAMMAR),

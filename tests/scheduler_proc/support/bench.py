@@ -39,7 +39,8 @@ class Model:
 
     def __init__(self, num_blocks: int, block_size: int, pipeline: bool = False, max_drafts: int = 0) -> None:
         self.block_size, self.num_blocks, self.pipeline, self.max_drafts = block_size, num_blocks, pipeline, max_drafts
-        self.given: list[int] = []  # how many tokens rows got
+        self.given: list[int] = []  # how many tokens rows got ...
+        self.drafted: list[int] = []  # ... and how many were drafted for them
         self.pools: dict[
             int, tuple[Pool, int, list[int]]
         ] = {}  # row -> task, length of the prompt, states computed so far
@@ -102,15 +103,20 @@ class Model:
                 if start + count == num_prompt:
                     pooled[place] = vector_of(states, task.kind)
         given: list[int] = []
+        drafted: list[int] = []
         for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
             if sampled:
                 dice = (plan.step * 2_654_435_761 + row * 40_503) >> 5
+                drafts -= bool(drafts) and dice % 5 == 0  # fewer than it may
+                drafted.append(drafts)
                 given.append(min(dice % 6, 1 + drafts) if plan.num_drafts else 1)
                 self._sample(row, given[-1], drafts)
                 tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
         self.given += given
-        counts_column = pack_i32(given) if given != [1] * len(given) else b""
-        return StepResult(plan.session, plan.step, pack_i32(tokens), done_ns=1, counts=counts_column, pooled=pooled)
+        columns = {"counts": pack_i32(given) if given != [1] * len(given) else b""}
+        columns["drafted"] = pack_i32(drafted) if plan.num_drafts else b""
+        self.drafted += drafted
+        return StepResult(plan.session, plan.step, pack_i32(tokens), done_ns=1, pooled=pooled, **columns)
 
     def _sample(self, row: int, count: int, drafts: int) -> None:
         """Append `count` tokens, the later ones drafts that prove right; drafts that prove wrong spoil the slots behind."""

@@ -97,14 +97,18 @@ def drafting(rows: list[int], starts: list[int], drafts: list[int], step: int, n
 def decoded(fake: FakeEngine, tokens: list[int], length: int, drafts: int) -> tuple[list[int], list[int]]:
     """Row 0 decoded to `length` tokens; and how many each step gave. Each plan says the most that the row can be."""
     found, given = run(fake, plan([0], [0], [len(tokens)], [new(0, tokens, [5, 2, 7, 1, 0, 3, 8])])), [1]
-    step, most = 1, len(tokens) + 1
+    step, most, fewer = 1, len(tokens) + 1, 0
     while len(tokens) + len(found) < length:
         step += 1
-        drafted = min(drafts, length - len(tokens) - len(found) - 1)
-        result = fake.step(drafting([0], [min(most, length) - 1], [drafted], step, []), 0).wait()
-        most += 1 + drafted
+        allowed = min(drafts, length - len(tokens) - len(found) - 1)
+        result = fake.step(drafting([0], [min(most, length) - 1], [allowed], step, []), 0).wait()
+        most += 1 + allowed
+        (drafted,) = ints(result.drafted)
+        fewer += drafted < allowed
+        assert ints(result.counts)[0] - 1 <= drafted <= allowed
         found += ints(result.token_ids)
         given += ints(result.counts)
+    assert fewer or not drafts
     return found, given
 
 
