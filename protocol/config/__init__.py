@@ -16,6 +16,7 @@ from meshlm.protocol.config.per_node import PER_NODE
 from meshlm.protocol.config.resolved import Resolved
 from meshlm.protocol.config.run import RunConfig
 from meshlm.protocol.config.server import ServerConfig
+from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RunConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SpeculativeConfig",
     "StructuredOutputsConfig",
     "WorkerConfig",
 ]
@@ -46,6 +48,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()
     experts: ExpertConfig = ExpertConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()

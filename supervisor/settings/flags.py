@@ -1,7 +1,7 @@
 """The command line and the TOML file, generated from the configuration tree.
 
-Each field of each section of `MeshConfig` is one flag and one TOML key, so a setting exists once. Nothing here knows
-what a setting means.
+Each field of each section of `MeshConfig` is one flag and one TOML key, so a setting exists once; a field without a
+description is what flags come to, and none itself. Nothing here knows what a setting means.
 """
 
 import argparse
@@ -52,6 +52,8 @@ def settings() -> Iterator[Setting]:
                 (kind,) = (inner for inner in get_args(kind) if inner is not NoneType)
             if get_origin(kind) is Annotated:
                 kind, meta = get_args(kind)[:2]
+            if meta is None:  # what flags come to (SpeculativeConfig)
+                continue
             yield Setting(section, field.name, kind, meta, field.default)
 
 

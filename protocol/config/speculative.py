@@ -1,0 +1,29 @@
+"""The settings of speculative decoding: tokens that are drafted cheaply, and computed together in one step of the model."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+Method = Literal["", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
+MAX_SPECULATIVE_TOKENS = 15
+"""Drafts of a row and step at most."""
+
+
+class SpeculativeConfig(Struct, frozen=True, kw_only=True):
+    """How tokens are drafted. Names and defaults are vLLM's. The supervisor sets it before any child starts; none of it is a flag."""
+
+    method: Method = ""  # empty: no drafts
+    num_speculative_tokens: int = 0  # of a row and step at most
+    prompt_lookup_min: int = 5  # ngram: tokens at the text's end that must stand earlier in it, at least
+    prompt_lookup_max: int = 5  # and at most
+    suffix_decoding_max_tree_depth: int = (
+        24  # suffix: tokens of a path in the tree: what was matched, and what is drafted
+    )
+    suffix_decoding_max_cached_requests: int = (
+        10000  # answers in the tree of all requests; 0: a request has its own tree alone
+    )
+    suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that was matched, at most
+    suffix_decoding_min_token_prob: float = 0.1  # of a draft, by the tree's counts, at least
+    model: str = ""  # of drafts
+    rejection_sample_method: Literal["standard", "synthetic"] = "standard"
+    synthetic_acceptance_rates: tuple[float, ...] = ()  # by position: how often it and all before it are accepted
