@@ -1,0 +1,1 @@
+"""Speculative decoding: what guesses the tokens that follow, without a model of its own."""
