@@ -214,7 +214,7 @@ class Detokenizer:
         for row in deltas.first:
             self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation))
         ended = {end.row: end for end in deltas.ended}
-        detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs}  # an end too, where a vector is
+        detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs, *deltas.drafts}  # ended: a vector's too
         effects: list[Effect] = []
         by_handle = self.journal.by_handle
         frontend: Identity | None = None
@@ -257,6 +257,8 @@ class Detokenizer:
         skip = len(request.output_token_ids) - start
         if skip < 0:
             return [Send(sender, AttachTokens(request.handle, len(request.output_token_ids)))]
+        if not skip:
+            request.drafts += deltas.drafts.get(row, b"")
         if skip < len(tokens) or (ended is not None and skip == len(tokens)):
             return self._new_tokens(request, tokens[skip:], ended, row, deltas, skip)
         return []

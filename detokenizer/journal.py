@@ -84,7 +84,7 @@ class Journal:
         param: str = "",
     ) -> None:
         events, num_tokens = request.events(self.now), len(request.output_token_ids)
-        finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, events)
+        finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, events, bytes(request.drafts))
         self.open_batches[request.frontend].finished.append(finished)
         if request.submit.retry is None or reason not in (
             FinishReason.STOP,

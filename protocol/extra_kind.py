@@ -12,7 +12,6 @@ class ExtraKind(Struct, frozen=True):
     """The answers of an extra that costs nothing and changes nothing. A kind overrides the answers that differ for it."""
 
     generates: ClassVar[bool] = True  # whether its request gets output tokens
-    allows_drafts: ClassVar[bool] = True  # whether a step may verify several tokens of its request
     is_prepared: ClassVar[bool] = False  # whether workers prepare it beside their steps before its request gets a row
 
     @property
@@ -29,6 +28,11 @@ class ExtraKind(Struct, frozen=True):
     def reads_prefix_cache(self) -> bool:
         """Whether its request can do without the hidden states of tokens whose KV is cached."""
         return True
+
+    @property
+    def max_drafts(self) -> int | None:
+        """The drafted tokens of its request that a step may verify, at most; None: any number."""
+        return None
 
     @property
     def needs_prompt_ids(self) -> bool:

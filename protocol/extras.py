@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from meshlm.protocol.audio import Audio
+from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.pool import Pool
@@ -16,7 +17,7 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.parts import joined
 
-Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers
+Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting
 Extras = tuple[Extra, ...]  # at most one of each kind
 Kind = TypeVar("Kind", bound=ExtraKind)
 
@@ -32,6 +33,11 @@ def find_extra(extras: Iterable[ExtraKind], kind: type[Kind]) -> Kind | None:
 def generates(extras: Iterable[ExtraKind]) -> bool:
     """Whether the request gets output tokens."""
     return all(extra.generates for extra in extras)
+
+
+def max_drafts(extras: Iterable[ExtraKind]) -> int | None:
+    """The drafted tokens of the request that a step may verify, at most; None: any number."""
+    return min((most for extra in extras if (most := extra.max_drafts) is not None), default=None)
 
 
 def num_bytes(extras: Iterable[ExtraKind]) -> int:

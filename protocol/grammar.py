@@ -52,12 +52,15 @@ class Grammar(ExtraKind, frozen=True, tag="grammar", omit_defaults=True):
     thinking: ThinkingBudget | None = None  # of the reasoning before the constraint begins
     calls: str = ""  # a tool parser: a call of its form ends that reasoning too, where it is one of `tools`
     tools: tuple[str, ...] = ()  # the names that the request has
-    allows_drafts: ClassVar[bool] = False  # a mask is of one token
     is_prepared: ClassVar[bool] = True
 
     @property
     def num_bytes(self) -> int:
         return len(self.text.encode())
+
+    @property
+    def max_drafts(self) -> int:
+        return 0  # a mask is of one token
 
     @property
     def constraint(self) -> str:

@@ -11,7 +11,7 @@ def plan_drafts(builder: PlanBuilder, kv: KVCache, max_drafts: int, most_tokens:
     left = most_tokens - builder.num_tokens
     for request in builder.decodes:
         virtual = len(request.tokens) + request.num_output_placeholders
-        most = max_drafts if request.allows_drafts else 0
+        most = max_drafts if request.max_drafts is None else min(max_drafts, request.max_drafts)
         count = min(most, request.max_len - virtual, left)
         needed = virtual + count - 1  # the last one that may be sampled is not computed
         if needed > request.capacity:

@@ -24,6 +24,7 @@ class Outbox:
         self.prompt_logprobs: dict[int, LogprobColumns] = {}
         self.first_tokens: dict[int, First] = {}
         self.pooled: dict[int, bytes] = {}
+        self.drafts: dict[int, bytes] = {}
 
     def token(self, handle: Handle, start: int, token: int) -> int:
         """A row with one token, at output index `start`; its place in the batch."""
@@ -63,6 +64,10 @@ class Outbox:
         self.logprobs[len(self.handles)] = columns
         self.num_detail_bytes += _num_bytes(columns)
 
+    def next_drafts(self, drafts: bytes) -> None:
+        """Adds how many tokens were drafted for the request of the row that comes next, and accepted."""
+        self.drafts[len(self.handles)] = drafts
+
     def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
         return TokenDeltas(
             handles=pack_i32(self.handles),
@@ -75,6 +80,7 @@ class Outbox:
             first=self.first_tokens,
             timings_ns=timings_ns,
             pooled=self.pooled,
+            drafts=self.drafts,
         )
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extra_kind import Span
-from meshlm.protocol.extras import Extra, generates, uncut_spans, with_keys
+from meshlm.protocol.extras import Extra, generates, max_drafts, uncut_spans, with_keys
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
 from meshlm.runtime.process.events import check_transition
@@ -53,7 +53,7 @@ class Request:
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
     generates: bool = True  # as its extras say, like the next three
-    allows_drafts: bool = True
+    max_drafts: int | None = None  # drafted tokens that a step may verify, at most; None: any number
     uncut: Sequence[Span] = ()
     extra_keys: hashes.ExtraKeys = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -78,6 +78,7 @@ class Request:
     preempted_ns: tuple[int, ...] = ()  # when it was preempted
     num_cached: int = -1  # prompt tokens found cached, the fewest time; -1: not scheduled yet, -2: told
     num_reused: int = -1  # the same; stays
+    drafts: bytes = b""  # uint8[., 2]: tokens drafted and accepted, for its next row (Limits.counts_drafts)
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     preparations: list[Preparation] = field(default_factory=list)  # of its extras
 
@@ -88,7 +89,7 @@ class Request:
         self.num_given, self.num_prompt = len(self.tokens), len(work.prompt_token_ids) // 4
         if extras := work.extras:
             self.generates, self.uncut = generates(extras), uncut_spans(extras)
-            self.allows_drafts = all(extra.allows_drafts for extra in extras)
+            self.max_drafts = max_drafts(extras)
         self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(extras) if extras else ())
         self.max_len = min(self.num_prompt + (params.max_tokens if self.generates else 0), max_model_len)
         self.stop_ids = _stop_ids(params.stop_token_ids, params.eos_token_ids)

@@ -118,10 +118,13 @@ class Results:
             drafted = next(all_drafted, allowed)
             if alive:
                 if drafted:
-                    self._count_drafts(drafted, count - 1)
+                    self._count_drafts(request, drafted, max(0, count - 1))
                 self._not_given(request, 1 + allowed - count)
                 for nth in range(count):
                     output.seal(request.detokenizer)
+                    if request.drafts and request.state is not RequestState.FINISHED:
+                        output.outbox_of(request.detokenizer).next_drafts(request.drafts)
+                        request.drafts = b""
                     if batch_index in result.logprobs and request.state is not RequestState.FINISHED:
                         output.outbox_of(request.detokenizer).next_logprobs(
                             position_columns(result.logprobs[batch_index], nth)
@@ -129,11 +132,13 @@ class Results:
                     self._tokens([request], tokens[at + nth : at + nth + 1], output)
             at += count
 
-    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+    def _count_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         counts = self._table.batching.counts
+        if self._table.batching.limits.counts_drafts:
+            request.drafts += bytes((num_drafts, num_accepted))
         counts.add("spec_decode_num_drafts")
         counts.add("spec_decode_num_draft_tokens", amount=num_drafts)
-        counts.add("spec_decode_num_accepted_tokens", amount=max(0, num_accepted))
+        counts.add("spec_decode_num_accepted_tokens", amount=num_accepted)
         for position in range(num_accepted):
             counts.add("spec_decode_num_accepted_tokens_per_pos", str(position))
 

@@ -272,6 +272,7 @@ class Finished(Struct, frozen=True, omit_defaults=True):
     kind: ErrorKind = ErrorKind.INTERNAL
     param: str = ""  # with INVALID: the field at fault
     events: tuple[RequestEvent, ...] = ()
+    drafts: bytes = b""  # uint8[., 2]: tokens drafted and accepted, step by step, where they are counted by request
 
 
 class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):

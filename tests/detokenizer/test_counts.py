@@ -57,6 +57,29 @@ def test_text_says_when_it_left() -> None:
     assert send.message.timings_ns == (7, 1, 2, 3, 4, 5, 0, 0, 99)
 
 
+def test_an_end_tells_of_the_drafts_of_each_step_once() -> None:
+    """Also where a scheduler is lost behind the first of them, and rows come twice."""
+    bench = Bench()
+    first = admitted(bench.submit("a"))
+    bench.routed(first, S0)
+    handle, one = pack_i32([first.work.handle]), pack_i32([1])
+    bench.says(S0, TokenDeltas(handle, pack_i32([0]), one, one, first={0: First(0)}, drafts={0: bytes((3, 0))}))
+    again = admitted(bench.lost(S0))
+    bench.routed(again, S1)
+    handle = pack_i32([again.work.handle])
+    bench.says(S1, TokenDeltas(handle, pack_i32([0]), one, one, drafts={0: bytes((9, 9))}))
+    rows = TokenDeltas(
+        pack_i32([again.work.handle] * 2), pack_i32([1, 2]), b"", pack_i32([1, 1]), drafts={0: bytes((2, 1))}
+    )
+    bench.says(S1, rows)
+    bench.says(
+        S1, TokenDeltas(handle, pack_i32([3]), one, one, [Ended(0, FinishReason.LENGTH)], drafts={0: bytes((2, 0))})
+    )
+    (batch,) = [send.message for send in bench.core.journal.batches()]
+    assert isinstance(batch, TextDeltas)
+    assert [finished.drafts for finished in batch.finished] == [bytes((3, 0, 2, 1, 2, 0))]
+
+
 def test_an_end_tells_what_happened_on_the_way() -> None:
     bench = Bench()
     bench.routed(admitted(bench.submit("a")), S0)

@@ -173,6 +173,21 @@ def test_drafts_are_counted_as_they_are_accepted() -> None:
     assert told["spec_decode_num_drafts"][""] == sum(drafted > 0 for drafted in bench.model.drafted)
 
 
+def test_drafts_are_counted_by_request_where_they_are_asked_for() -> None:
+    plain, asked = (Bench(limits(counts_drafts=counts_drafts), 64, 4, max_drafts=3) for counts_drafts in (False, True))
+    for bench in (plain, asked):
+        bench.assign(1, [1] * 4, 30)
+        bench.assign(2, [2] * 4, 20)
+        bench.finish()
+    assert plain.drafts == {}
+    told = counts(asked.core).counters
+    assert set(asked.drafts) == {1, 2}
+    drafts = b"".join(asked.drafts.values())
+    assert sum(drafts[::2]) == told["spec_decode_num_draft_tokens"][""]
+    assert sum(drafts[1::2]) == told["spec_decode_num_accepted_tokens"][""] > 0
+    assert len(drafts) == 2 * told["spec_decode_num_drafts"][""]
+
+
 def test_estimates_are_counted_when_asked_for() -> None:
     bench = Bench(limits(), 8, 4)
     bench.core.estimates = Estimates(SMALL, 1)

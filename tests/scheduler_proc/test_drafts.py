@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
 
+from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.edges.token import LogprobColumns, TokenDeltas
@@ -36,6 +37,21 @@ def test_a_worker_without_a_drafter_is_sent_the_plans_of_before() -> None:
     bench.step()
     for plan in bench.plans:
         assert (plan.num_drafts, plan.counts, plan.num_tokens) == (b"", b"", 1)
+
+
+@pytest.mark.parametrize("most", [0, 1, 9])
+def test_a_request_has_no_more_drafts_than_it_wants(most: int) -> None:
+    bench = Bench(limits(), 64, 4, 3)
+    bench.assign(1, PROMPT, 40, extras=(Drafting(most),))
+    bench.assign(2, [9], 20)
+    drafts: dict[int, int] = {}  # row -> the most of a step
+    while bench.plans:
+        plan = bench.plans[0]
+        for row, num in zip(ints(plan.rows), ints(plan.num_drafts), strict=False):
+            drafts[row] = max(num, drafts.get(row, 0))
+        bench.step()
+    assert drafts == {0: min(most, 3), 1: 3}
+    assert bench.tokens == {1: reference(PROMPT, 40), 2: reference([9], 20)}
 
 
 def test_no_drafts_in_a_pipeline() -> None:

@@ -4,6 +4,7 @@ from meshlm.protocol import (
     audio,
     counts,
     dashboard,
+    drafting,
     grammar,
     pool,
     prompt_embeds,
@@ -34,6 +35,7 @@ GRAMMAR = grammar.Grammar(
 )
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6, pack_i32([5, 6, 7]), b"d" * 48)
 BREAKERS = samplers.SequenceBreakers(("\n",), pack_i32([13, 14]))
+DRAFTING = drafting.Drafting(2)
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
@@ -79,7 +81,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -130,7 +132,9 @@ OF_PROMPT = text.PromptLogprobs(
 )
 SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
 EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
-FINISHED = text.Finished(1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,))
+FINISHED = text.Finished(
+    1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,), b"\x03\x01"
+)
 ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
 MEDIA_PROMPT = text.MediaPrompt(text.TokenPrompt(pack_i32([1, 2])), (EMBEDS, AUDIO))

@@ -179,6 +179,7 @@ FULL: tuple[Struct, ...] = (
         first={1: token.First(32, 5, 6, 1, 40, 50)},
         timings_ns=(1,),
         pooled={1: pack_f32([0.5])},
+        drafts={0: b"\x03\x01"},
     ),
     token.First(16, 20, 30, 1, 40, 50),
     token.AttachTokens(Handle(3), 21),

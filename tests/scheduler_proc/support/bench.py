@@ -150,6 +150,7 @@ class Bench:
         self.refused: dict[int, str] = {}
         self.error_kinds: dict[int, ErrorKind] = {}
         self.cached: dict[int, int] = {}
+        self.drafts: dict[int, bytes] = {}
         self.returned: set[int] = set()
         self.num_crashes: dict[int, int] = {}  # of those
         self.started: dict[str, int] = {}
@@ -190,6 +191,8 @@ class Bench:
     def _deltas(self, deltas: TokenDeltas) -> None:
         handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
         counts = ints(deltas.counts) or [1] * len(handles)
+        for row, drafts in deltas.drafts.items():
+            self.drafts[handles[row]] = self.drafts.get(handles[row], b"") + drafts
         at = 0
         for row, (handle, start, count) in enumerate(zip(handles, starts, counts, strict=True)):
             assert handle not in self.ended, "news after the end"
