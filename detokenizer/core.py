@@ -214,7 +214,13 @@ class Detokenizer:
         for row in deltas.first:
             self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation))
         ended = {end.row: end for end in deltas.ended}
-        detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs, *deltas.drafts}  # ended: a vector's too
+        detailed = {
+            *ended,
+            *deltas.first,
+            *deltas.logprobs,
+            *deltas.prompt_logprobs,
+            *deltas.drafts,
+        }  # ended: a vector's too
         effects: list[Effect] = []
         by_handle = self.journal.by_handle
         frontend: Identity | None = None

@@ -30,7 +30,8 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     """
     resolved = config.resolved
     assert resolved is not None
-    count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, block_size=layout.block_size)
+    drafts = config.speculative.num_speculative_tokens
+    count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, drafts, layout.block_size)
     if config.cache.num_gpu_blocks_override is not None:
         return count
     at_once = pages_of(layout.specs, layout.block_size, resolved.max_model_len)

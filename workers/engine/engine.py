@@ -29,7 +29,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import NOT_ASKED, NOT_BALANCED, EngineFacts, ProgressReport
 from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.extra_kinds import kinds_of
-from meshlm.workers.engine.kit import TorchKit
+from meshlm.workers.engine.kit import TorchInputs, TorchKit
 from meshlm.workers.engine.kv_scales import scales_of
 from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
@@ -42,6 +42,8 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
+from meshlm.workers.speculative.drafters import drafter_of
+from meshlm.workers.speculative.verification import Verification
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 from meshlm.workers.weights.reload import reload_weights
 from meshlm.workers.weights.weights_plan import weights_plan
@@ -107,6 +109,7 @@ class ModelEngine:
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self.intermediate_tensors
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
+        self.verification = self._make_verification()
         self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = timeline_of(device, rows)
@@ -128,7 +131,8 @@ class ModelEngine:
             shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         pooled = 4 * self._pooled_size()
-        facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
+        drafts = self.config.speculative.num_speculative_tokens
+        facts = replace(facts, max_drafts=drafts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
         self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
     def _capture(self, report: ProgressReport) -> None:
@@ -153,6 +157,14 @@ class ModelEngine:
             return self.resolved.spec.vocab_size
         others = [0 if head is None else head.num_labels, *(one.outputs for one in (pooling.dense if pooling else ()))]
         return max(self.resolved.spec.hidden_size, *others)
+
+    def _make_verification(self) -> Verification | None:
+        """Makes what drafts and verifies (--speculative-config)."""
+        speculative = self.config.speculative
+        if not speculative.method:
+            return None
+        assert isinstance(self.inputs, TorchInputs)  # as the settings say
+        return Verification(speculative, drafter_of(speculative, self.rows), self.rows, self.inputs)
 
     def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
         """Makes the balancer of experts that move between ranks (--enable-eplb)."""
@@ -220,6 +232,8 @@ class ModelEngine:
 
     def reset(self) -> None:
         self.rows.reset()
+        if self.verification is not None:
+            self.verification.reset()
 
     def idle(self) -> bool:
         """Capture a graph, unless steps are on their way."""
@@ -291,6 +305,9 @@ class ModelEngine:
         begun_ns = time.monotonic_ns()
         changes, segments = self.rows.changes(plan)
         step = self.rows.step(plan)
+        if self.verification is not None:
+            self.verification.draft(step, plan, changes, segments)
+            changes, segments = NOTHING, 0
         places, extras = step.places, self.extras.for_step(step) if self.extras.num_rows else []
         key, cut, rebalance = self._execution(step, plan, extras)
         graphs = key.graphs(pause=any(extra.needs_pause for extra in extras)) if key is not None else ()
@@ -314,14 +331,21 @@ class ModelEngine:
             self.compute.idle()  # of ranks that step together
         if not self._is_last:
             self.comm.send(self.intermediate_tensors[: step.t])
-        details = self.head.finish(step, places) if self._is_last and len(places) else []
-        tokens = self._timeline.fetch(self.head.sampled[: len(places)])
+        chooses = self._is_last and len(places) > 0
+        if chooses:
+            self.head.sample_rest(step)
+        tokens, counts = self._timeline.fetch(self.head.sampled[: step.num_lines]), None
+        if self.verification is not None:
+            tokens, counts = self.verification.accept(step, tokens)
+        details = self.head.logprobs(step, counts) if chooses else []
         before, self._last = self._last, self._timeline.mark()
         for extra in extras:
-            extra.after_head(tokens, self._last)
+            extra.after_head(tokens, self._last, counts)
         launched_ns = self._timeline.launched_ns(begun_ns)
         result = StepResult(plan.session, plan.step, b"", received_ns=received_ns, launched_ns=launched_ns)
-        return PendingStep(result, tokens, places, details, extras, (before, begin, self._last))
+        if step.drafts is not None:
+            result = replace(result, drafted=step.drafts.counts.tobytes())
+        return PendingStep(result, tokens, counts, places, details, extras, (before, begin, self._last))
 
     def _replay(self, graphs: Sequence[Key], extras: list[StepExtra[Tensor]]) -> None:
         """The step's graph; or the model's, beside which the host does something for its extras, and the head's."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def kinds_of(engine: "ModelEngine", max_tokens: int) -> list[RowExtra[Tensor]]:
     """max_tokens: of a step, padded."""
-    found: list[RowExtra[Tensor]] = []
+    found: list[RowExtra[Tensor]] = [] if engine.verification is None else [engine.verification]
     if engine.shard.is_first and engine.config.server.enable_prompt_embeds:
         size, rows = engine.resolved.spec.hidden_size, engine.rows
         rows.vectors = torch.zeros(max_tokens, size, dtype=engine.dtype, device=engine.device)

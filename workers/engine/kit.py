@@ -37,6 +37,10 @@ class TorchInputs:
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
+        self.apply(changes, segments)
+
+    def apply(self, changes: I32, segments: int) -> None:
+        """The changes alone, of a step whose columns depend on its rows' tokens."""
         if segments:
             places, values = unpacked(changes, segments)
             self._rows.state[put(places, self._device)] = put(values, self._device)
@@ -63,7 +67,7 @@ class TorchInputs:
             positions=at,
             slot_mapping=tuple(slots),
             block_tables=tuple(tables),
-            logits_indices=put(np.cumsum(step.counts)[step.places] - 1, device),
+            logits_indices=put(step.lines().tokens, device),
             num_decodes=num_decodes,
             lens=RequestLens(
                 seq_lens=seq_lens,

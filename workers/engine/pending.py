@@ -89,13 +89,16 @@ class PendingStep:
         self,
         result: StepResult,
         tokens: I32,
+        counts: I32 | None,
         places: NDArray[np.int64],
         details: list[Details],
         extras: list[StepExtra[Tensor]],
         marks: tuple[Mark, Mark, Mark],
     ) -> None:
-        """places: in the batch, of the tokens. details: of sampled tokens. marks: before, begin, end."""
-        self._result, self._tokens, self._places = result, tokens, places
+        """places: in the batch, of the requests that sample. counts: of the tokens of each; None: one. details: of sampled tokens.
+        marks: before, begin, end."""
+        self._result, self._tokens, self._counts = result, tokens, counts
+        self._places = places if counts is None else np.repeat(places, counts)
         self._details, self._extras = details, extras
         self._before, self._begin, self._end = marks
 
@@ -110,6 +113,8 @@ class PendingStep:
             done_ns=time.monotonic_ns(),
             gpu_ns=int(self._begin.elapsed_time(self._end) * 1e6),
             gap_ns=int(self._before.elapsed_time(self._begin) * 1e6),
+            counts=b"" if self._counts is None else self._counts.tobytes(),
+            drafted=self._result.drafted,
         )
         if len(self._tokens) and self._tokens.min() < 0:
             result = replace(result, failed=of_tokens(self._tokens, self._places))

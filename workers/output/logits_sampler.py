@@ -172,10 +172,12 @@ class LogitsSampler:
         truncation.top_k_top_p(logits, columns[0], some, self._limits, self._top_k_top_p_workspace)
         sampling.sample(logits, columns, some, self._sampling, self._workspace, out)
 
-    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
+    def sample_rest(self, step: StepColumns) -> None:
         columns = self._rows.table.columns
         self.by_torch(sample_rows(step, columns), columns)
-        return self.logprobs(step.rows[places], places, columns)
+
+    def logprobs(self, step: StepColumns, counts: I32 | None) -> list[Details]:
+        return self.details(step.rows[step.places], step.places, self._rows.table.columns)
 
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
@@ -192,7 +194,7 @@ class LogitsSampler:
             self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)
             self.sampled[index] = token_ids
 
-    def logprobs(self, rows: NDArray[np.int32], places: NDArray[np.int64], columns: RowColumns) -> list[Details]:
+    def details(self, rows: NDArray[np.int32], places: NDArray[np.int64], columns: RowColumns) -> list[Details]:
         """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step."""
         wanted = np.flatnonzero(columns["logprobs"][rows] >= 0)
         if not len(wanted):

@@ -85,9 +85,9 @@ class SampleRows(NamedTuple):
 
 
 def sample_rows(step: StepColumns, columns: RowColumns) -> SampleRows:
-    """The requests of a step that sample."""
-    rows, places = step.rows[step.places], step.places
-    lens = (step.starts + step.counts)[places].astype(np.int64)
+    """The lines of a step: the last token of each request that samples, and before it those that drafts follow."""
+    lines = step.lines()
+    rows, lens = step.rows[lines.places], lines.lens
     prompt_lens = columns["num_prompt_tokens"][rows].astype(np.int64)
     return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
 
@@ -287,21 +287,35 @@ class TorchHead:
         where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)
         self._rows.tokens[where[0], where[1]] = self.sampled.clamp(min=0)
 
-    def finish(self, step: StepColumns, places: NDArray[np.int64]) -> list[Details]:
-        """After the step, or its graph: log-probabilities that are asked for. places: of the step's sampling requests.
+    def sample_rest(self, step: StepColumns) -> None:
+        """After the step, or its graph: what could not be sampled in it. Here all is."""
 
-        Row by row, as if each were alone: equal logits are then in the same order whatever others ask for.
+    def logprobs(self, step: StepColumns, counts: I32 | None) -> list[Details]:
+        """The log-probabilities that are asked for, of the tokens that rows get: `counts` of each request that samples, or one each.
+
+        Token by token, as if each were alone: equal logits are then in the same order whatever others ask for.
         """
         if self._raw is None:
             return []
         raw, self._raw = self._raw, None
-        rows = step.rows[places]
+        rows, ids = step.rows[step.places], self.sampled.long().clamp_(min=0)
         widths = self._rows.table.columns["logprobs"][rows]
-        found = []
-        for nth, line in enumerate(np.flatnonzero(widths >= 0).tolist()):
-            width, token = int(widths[line]), self.sampled[line : line + 1].long().clamp_(min=0)
-            packed = logprobs.packed(raw[nth : nth + 1], token, width, self._chosen(int(rows[line])))
-            found.append(Details(packed, [Part(int(places[line]), 0, 1, width)]))
+        counts = np.ones(len(rows), np.int32) if counts is None else counts
+        lines = np.ones(len(rows), np.int32) if step.drafts is None else 1 + step.drafts.counts
+        begins, found, at = np.cumsum(lines) - lines, [], 0  # at: the next line of raw
+        for nth in np.flatnonzero(widths >= 0).tolist():
+            line, count, width, chosen = (
+                int(begins[nth]),
+                int(counts[nth]),
+                int(widths[nth]),
+                self._chosen(int(rows[nth])),
+            )
+            packed = [
+                logprobs.packed(raw[at + one : at + one + 1], ids[line + one : line + one + 1], width, chosen)
+                for one in range(count)
+            ]
+            found.append(Details(torch.cat(packed), [Part(int(step.places[nth]), 0, count, width)]))
+            at += int(lines[nth])
         return found
 
     def _chosen(self, row: int) -> Tensor | None:

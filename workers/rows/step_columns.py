@@ -46,6 +46,14 @@ class Drafts(NamedTuple):
     tokens: I32  # [sum(counts)], request by request
 
 
+class Lines(NamedTuple):
+    """The tokens of a step behind which one is sampled: the last known one of each request that samples, and its drafts."""
+
+    places: I64  # [l]: of their requests in the batch
+    tokens: I64  # [l]: their places among the step's tokens
+    lens: I64  # [l]: their request's tokens up to there
+
+
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
@@ -59,6 +67,21 @@ class StepColumns:
         self.places = np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)  # that sample
         self.shared: Clusters | None = None  # its decodes that read prefixes together
         self.drafts: Drafts | None = None  # among its tokens; set before the head is launched
+
+    @property
+    def num_lines(self) -> int:
+        """Tokens that are sampled."""
+        return len(self.places) + (0 if self.drafts is None else len(self.drafts.tokens))
+
+    def lines(self) -> Lines:
+        """What is sampled."""
+        ends: I64 = np.cumsum(self.counts, dtype=np.int64)
+        if self.drafts is None:
+            return Lines(self.places, ends[self.places] - 1, (self.starts + self.counts)[self.places].astype(np.int64))
+        each = 1 + self.drafts.counts
+        places = np.repeat(self.places, each)
+        left = np.repeat(np.cumsum(each, dtype=np.int64), each) - 1 - np.arange(len(places))  # drafts behind the line
+        return Lines(places, ends[places] - 1 - left, (self.starts + self.counts)[places].astype(np.int64) - left)
 
     def of_tokens(self) -> tuple[I32, I64]:
         """The row and the position of each token."""

@@ -113,10 +113,12 @@ class Model:
                 self._sample(row, given[-1], drafts)
                 tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
         self.given += given
-        columns = {"counts": pack_i32(given) if given != [1] * len(given) else b""}
-        columns["drafted"] = pack_i32(drafted) if plan.num_drafts else b""
+        lengths = pack_i32(given) if given != [1] * len(given) else b""
+        told = pack_i32(drafted) if plan.num_drafts else b""
         self.drafted += drafted
-        return StepResult(plan.session, plan.step, pack_i32(tokens), done_ns=1, pooled=pooled, **columns)
+        return StepResult(
+            plan.session, plan.step, pack_i32(tokens), done_ns=1, pooled=pooled, counts=lengths, drafted=told
+        )
 
     def _sample(self, row: int, count: int, drafts: int) -> None:
         """Append `count` tokens, the later ones drafts that prove right; drafts that prove wrong spoil the slots behind."""

@@ -100,7 +100,7 @@ class Case:
         batch: Any = SimpleNamespace(columns=Columns(*columns, len(rows), self.rows.block_tables[0]), places=on_device)
         self.head.choose(self.hidden[mine], batch)
         self.head.by_torch(self.at(mine), self.table)
-        details = self.head.logprobs(np.array(mine, np.int32), np.array(lines), self.table)
+        details = self.head.details(np.array(mine, np.int32), np.array(lines), self.table)
         return self.head.sampled[: len(mine)].tolist(), details
 
     def expected(self, rows: list[int]) -> list[int]:
