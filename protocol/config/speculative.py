@@ -1,8 +1,8 @@
 """The settings of speculative decoding: tokens that are drafted cheaply, and computed together in one step of the model."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 Method = Literal["", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
 MAX_SPECULATIVE_TOKENS = 15
@@ -10,8 +10,31 @@ MAX_SPECULATIVE_TOKENS = 15
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True):
-    """How tokens are drafted. Names and defaults are vLLM's. The supervisor sets it before any child starts; none of it is a flag."""
+    """Flags, and below them what they come to. Names and defaults are vLLM's."""
 
+    speculative_config: Annotated[
+        str,
+        Meta(
+            description="speculative decoding, a JSON object: method (ngram, suffix), num_speculative_tokens and the method's own",
+            extra={"short": "-sc"},
+        ),
+    ] = ""
+    spec_method: Annotated[str, Meta(description="method of --speculative-config")] = ""
+    spec_model: Annotated[str, Meta(description="model of --speculative-config")] = ""
+    spec_tokens: (
+        Annotated[
+            int, Meta(description="num_speculative_tokens of --speculative-config: of a request and step, at most")
+        ]
+        | None
+    ) = None
+    per_request_spec_decode_metrics: Annotated[
+        Literal["none", "summary", "detailed"],
+        Meta(
+            description="answers tell how many of their drafts were accepted (metrics.speculative_decoding); detailed: by step"
+        ),
+    ] = "none"
+
+    # Set by the supervisor before any child starts (supervisor/settings/speculative.py); none of these is a flag.
     method: Method = ""  # empty: no drafts
     num_speculative_tokens: int = 0  # of a row and step at most
     prompt_lookup_min: int = 5  # ngram: tokens at the text's end that must stand earlier in it, at least

@@ -108,7 +108,7 @@ def _clash(known: Joined, node: NodeJoin) -> str:
     return ""
 
 
-SECTIONS = ("model", "cache", "scheduler", "worker", "parallel")
+SECTIONS = ("model", "cache", "scheduler", "worker", "parallel", "speculative")
 SAMPLE_BYTES = 64 << 10
 WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
 

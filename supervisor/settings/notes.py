@@ -37,6 +37,10 @@ def _has_nodes(config: MeshConfig, facts: Facts) -> bool:
     return bool(config.network.listen or config.network.join)
 
 
+def _drafts(config: MeshConfig, facts: Facts) -> bool:
+    return bool(config.speculative.method or config.worker.fake_drafts)
+
+
 RULES = (
     Rule(("fake_step_ms", "fake_drafts"), _on("fake"), "--device fake"),
     Rule(("cpu_threads",), _on("cpu"), "--device cpu"),
@@ -65,6 +69,7 @@ RULES = (
         "a store of responses",
     ),
     Rule(("max_audio_bytes", "max_audio_seconds"), lambda _, facts: facts.transcribes, "models that transcribe audio"),
+    Rule(("per_request_spec_decode_metrics",), _drafts, "--speculative-config"),
     Rule(("tool_parser_plugin",), lambda config, _: bool(config.server.tool_call_parser), "--tool-call-parser"),
     Rule(("reasoning_parser_plugin",), lambda config, _: bool(config.server.reasoning_parser), "--reasoning-parser"),
     Rule(("kv_cache_metrics_sample",), lambda config, _: config.observability.kv_cache_metrics, "--kv-cache-metrics"),

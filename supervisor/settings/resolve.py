@@ -30,7 +30,16 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError
-from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization, vectors
+from meshlm.supervisor.settings import (
+    compilation,
+    flag_rules,
+    notes,
+    parallel,
+    placement,
+    quantization,
+    speculative,
+    vectors,
+)
 from meshlm.supervisor.settings.rules import check
 
 BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
@@ -39,7 +48,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
-    config, said = compilation.without_compiler(compilation.settled(placement.settled(config)))
+    config, said = compilation.without_compiler(speculative.settled(compilation.settled(placement.settled(config))))
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
@@ -51,6 +60,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     config = msgspec.structs.replace(config, server=_with_parsers(config.server, family, pools=pooling is not None))
     facts = flag_rules.Facts(files.spec, platform)
     check(flag_rules.speech(config, facts, pools=pooling is not None))
+    check(speculative.rules(config, facts, pools=pooling is not None))
     _check_flags(config, files, platform, family)
     _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
     limit = files.spec.max_position_embeddings

@@ -150,7 +150,6 @@ _MEDIA = "images are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
-_SPECULATION = "speculative decoding is not there yet"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
 _OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
@@ -179,7 +178,6 @@ ABSENT = {
     "--tokens-only": "prompts may be token ids, and return_token_ids gives the answer's",
     "--skip-tokenizer-init": "prompts may be token ids, and return_token_ids gives the answer's",
     "--uds": "--host and --port are where it listens; put a proxy before it for a Unix socket",
-    "--speculative-config": _SPECULATION,
     "--kv-transfer-config": "KV transfer between meshes is not there yet",
     "--kv-events-config": "KV events are not published",
     "--kv-offloading-size": "KV blocks stay on the device",
@@ -245,10 +243,6 @@ ABSENT = {
     "--ir-op-priority": _CHOSEN,
     "--kernel-config": _CHOSEN,
     "--enable-bf16x3-router-gemm": _CHOSEN,
-    "-sc": _SPECULATION,
-    "--spec-method": _SPECULATION,
-    "--spec-model": _SPECULATION,
-    "--spec-tokens": _SPECULATION,
     "--diffusion-config": "generation goes token by token",
     "-dc": "generation goes token by token",
     "--ec-transfer-config": "what encoders compute stays in the worker that computed it; no other mesh can have it",

@@ -27,6 +27,7 @@ VALUES: dict[str, object] = {  # other than the default, one that goes with noth
     "responses_store_bytes": 1 << 20,
     "max_audio_bytes": 1 << 20,
     "max_audio_seconds": 9,
+    "per_request_spec_decode_metrics": "summary",
     "tool_parser_plugin": "/x",
     "reasoning_parser_plugin": "/x",
     "kv_cache_metrics_sample": 0.5,
@@ -40,6 +41,7 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
         name: {"listen": "tcp://10.0.0.1:5000"}
         for name in ("mesh_port_range", "advertise_host", "key_file", "peer_timeout")
     },
+    "per_request_spec_decode_metrics": {"fake_drafts": 3},
     "tool_parser_plugin": {"tool_call_parser": "hermes"},
     "reasoning_parser_plugin": {"reasoning_parser": "qwen3"},
     "kv_cache_metrics_sample": {"kv_cache_metrics": True},
@@ -58,7 +60,8 @@ def test_a_setting_is_named_where_it_has_no_effect(name: str) -> None:
     (said,) = notes.of_idle(flags.build({name: VALUES[name], **store}, None), device)
     assert said.startswith(f"without effect here: {flag} (it is of ")
     assert said.count("(it is of") == 1
-    right = FAKE if name.startswith("fake") else CPU if name == "cpu_threads" else GPU._replace(transcribes=True)
+    of_fake = name.startswith(("fake", "per_request"))
+    right = FAKE if of_fake else CPU if name == "cpu_threads" else GPU._replace(transcribes=True)
     assert notes.of_idle(flags.build({name: VALUES[name], **WITH.get(name, {})}, None), right) == []
     assert notes.of_idle(
         flags.build({name: VALUES[name], **WITH.get(name, {}), **store}, None), notes.Facts("plug-in", True)
