@@ -13,12 +13,12 @@ from meshlm import __version__
 from meshlm.frontend import plugins
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.http.budget import Budget
 from meshlm.frontend.listener import HttpListener, Listener
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
+from meshlm.frontend.requests.budget import Budget
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import (
     AskRequests,

@@ -1,7 +1,7 @@
 """The API keys of the port that clients meet: those of --api-key, and those of --api-key-file, which may change while the mesh runs.
 
 A line of the file is a key, and after white space what it may be used for: `inference`, `admin` or both, with a comma between. A
-key without any is for inference. `rpm=60` and `tpm=10000` limit its requests and tokens in a minute (frontend/http/budget.py).
+key without any is for inference. `rpm=60` and `tpm=10000` limit its requests and tokens in a minute (frontend/requests/budget.py).
 Keys of --api-key are for all, or for inference alone where --admin-api-key gives others. `#` begins a comment. The supervisor reads
 the file to see that it is good, each frontend to serve with.
 """

@@ -136,3 +136,17 @@ def test_nobody_asks_a_kv_spec_for_its_kind() -> None:
     for folder in ("scheduler_proc", "workers", "coordinator", "supervisor"):
         for path in (ROOT / folder).rglob("*.py"):
             assert not asked.search(path.read_text("utf-8")), path
+
+
+@pytest.mark.parametrize("folder", ["coordinator", "detokenizer", "frontend"])
+def test_rooms_import_in_one_direction(folder: str) -> None:
+    """The rooms of a folder stand in an order: each imports those below it. What is in no room is the process's own wiring."""
+    rooms = {path.name for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists()}
+    above: dict[str, set[str]] = {}
+    for room in rooms:
+        found = [name.split(".") for path in (ROOT / folder / room).rglob("*.py") for name in imports(path)]
+        above[room] = {name[2] for name in found if name[:2] == ["meshlm", folder] and len(name) > 2} & rooms - {room}
+    while lowest := {room for room, others in above.items() if not others & above.keys()}:
+        for room in lowest:
+            del above[room]
+    assert not above, "these rooms import each other, or those that do"

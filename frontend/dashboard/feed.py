@@ -106,10 +106,10 @@ class Feed:
     def join(self, every_s: float = 0.0) -> Watcher:
         """HttpError when there are too many already. every_s: see Watcher; where it is less than STEADY_S more are made."""
         if self._closed:
-            raise HttpError(503, "this server is stopping", kind="overloaded_error")
+            raise HttpError(503, "this server is stopping")
         if len(self._watchers) >= self._limit:
             text = f"{self._limit} dashboards are open at this frontend already (--max-dashboards)"
-            raise HttpError(503, text, kind="overloaded_error")
+            raise HttpError(503, text)
         watcher = Watcher(every_s)
         self._watchers.append(watcher)
         if len(self._watchers) == 1:

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.operation import EVENTS, HTML, Group, OfClass, Parameter, route
 from meshlm.frontend.http.web_pages import HEADERS, source
-from meshlm.frontend.routes.operation import EVENTS, HTML, Group, OfClass, Parameter, route
 from meshlm.protocol.dashboard import History
 from meshlm.runtime.api_keys import ADMIN
 

@@ -42,7 +42,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # types of its stubs, no
 HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
 OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
-# What a key must be for, by method, as frontend/routes/operation.py has it by path: inference, but for these.
+# What a key must be for, by method, as frontend/http/operation.py has it by path: inference, but for these.
 ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
 INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
 SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # methods that count for a key's limits
@@ -147,7 +147,7 @@ class Incoming:
         """What counts of so many bytes. HttpError when there is no room for them."""
         counted = max(0, num_bytes - FREE_BYTES)
         if not self._budget.take(counted):
-            raise HttpError(503, FULL, kind="overloaded_error")
+            raise HttpError(503, FULL)
         return counted
 
 
@@ -236,7 +236,7 @@ class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if method in SUBMITS:
                 take(self._backend.observer.rates, found)
         if method in SUBMITS and (reason := self._backend.readiness.refusal(attaches=False)):
-            raise HttpError(503, reason, kind="overloaded_error")
+            raise HttpError(503, reason)
 
 
 def scope_of(method: str) -> str:

@@ -125,25 +125,25 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         if name in self._open:
             raise HttpError(409, f"request_id: {answer.request_id.removeprefix('grpc-')} is running", "request_id")
         if reason := backend.readiness.refusal(attaches=False) or await backend.readiness.wait_serving():
-            raise HttpError(503, reason, kind="overloaded_error")
-        cost, started, status = backend.requests.admit(parsed_request), time.monotonic(), 200
-        self._open[name] = answer
-        try:
-            new_handle = backend.requests.new_handle
-            for asked in list(submits.build_each(answer, parsed_request, new_handle, rank, draws=backend.draws)):
-                backend.requests.open(*asked)
-            yield
-        except HttpError as error:
-            status = error.status
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            status = 499
-            raise
-        finally:
-            del self._open[name]
-            backend.requests.release(cost)
-            backend.requests.close(answer.choices)
-            backend.observer.done(answer, started, f"{NAME}/{method}", status)
+            raise HttpError(503, reason)
+        with backend.requests.budget.open(parsed_request):
+            started, status = time.monotonic(), 200
+            self._open[name] = answer
+            try:
+                new_handle = backend.requests.new_handle
+                for asked in list(submits.build_each(answer, parsed_request, new_handle, rank, draws=backend.draws)):
+                    backend.requests.open(*asked)
+                yield
+            except HttpError as error:
+                status = error.status
+                raise
+            except (asyncio.CancelledError, GeneratorExit):
+                status = 499
+                raise
+            finally:
+                del self._open[name]
+                backend.requests.close(answer.choices)
+                backend.observer.done(answer, started, f"{NAME}/{method}", status)
 
     async def Abort(self, request: pb.AbortRequest, context: "Context") -> pb.AbortResponse:
         """Ends calls of this process and of the same API key by their request ids; unknown ones have ended."""

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from meshlm.frontend.http.answer_fields import ANSWER, NEEDLESS, PROMPT, asks_for_nothing, why_refused
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.answer_fields import ANSWER, NEEDLESS, PROMPT, asks_for_nothing, why_refused
 
 Body = TypeVar("Body", bound=Struct)
 

@@ -15,12 +15,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshlm.frontend.http import retry
-from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.connection import EXTENSION
 from meshlm.frontend.http.errors import NOT_SERVED, HttpError, is_anthropic
-from meshlm.frontend.routes.operation import Paths
+from meshlm.frontend.http.operation import Paths
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.protocol.edges.control import MeshStats
-from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.api_keys import ApiKey, ApiKeys
 
 UNKNOWN_KEY = "Unauthorized: send a valid key ('Authorization: Bearer KEY', 'X-Api-Key: KEY')"
@@ -48,10 +47,9 @@ def plain_error(request: Request, error: Exception) -> Response:
         if error.headers and "Allow" in error.headers
         else "there is no such path"
     )
-    kind = ErrorKind.NOT_FOUND.value if error.status_code == 404 else ErrorKind.INVALID.value
     if error.status_code == 404 and (why := NOT_SERVED.get(request.url.path)):
         text += f": {why}"
-    return _refusal(HttpError(error.status_code, text, kind=kind), request.url.path, dict(error.headers or {}))
+    return _refusal(HttpError(error.status_code, text), request.url.path, dict(error.headers or {}))
 
 
 def _refusal(error: HttpError, path: str, headers: dict[str, str] | None = None) -> Response:
@@ -63,7 +61,7 @@ def _refusal(error: HttpError, path: str, headers: dict[str, str] | None = None)
 class Endpoint:
     """An ASGI endpoint around a method: errors become OpenAI's form, `send` is within reach of the writer."""
 
-    def __init__(self, method: Callable[[Request], Awaitable[Response | None]], refused: Refused | None) -> None:
+    def __init__(self, method: Callable[[Request], Awaitable[Response]], refused: Refused | None) -> None:
         self._method, self._refused = method, refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,12 +76,11 @@ class Endpoint:
         except ClientDisconnect:
             return
         except asyncio.CancelledError:  # the server ends; the request's body has not come, or nobody reads its answer
-            response = _refusal(HttpError(503, "this server is stopping", kind="overloaded_error"), scope["path"])
+            response = _refusal(HttpError(503, "this server is stopping"), scope["path"])
             with contextlib.suppress(RuntimeError):  # its answer has begun
                 await response(scope, receive, send)
             return
-        if response is not None:
-            await response(scope, receive, send)
+        await response(scope, receive, send)
 
 
 class ByMethod:
@@ -143,17 +140,17 @@ class KeyCheck:
         wanted = self._paths.scope_of(scope["path"])
         if not self._keys.asks_for(wanted):
             if scope["path"] == SETTINGS and scope["method"] == "POST":
-                raise HttpError(403, NO_KEY_FOR_SETTINGS, kind="permission_error")
+                raise HttpError(403, NO_KEY_FOR_SETTINGS)
             return
         headers = dict(scope["headers"])
         given = (headers.get(b"authorization", b"").removeprefix(b"Bearer "), headers.get(b"x-api-key", b""))
         found = self._keys.find(given)
         if found is None:
             if not (self._keys or self._keys.has_admin):
-                raise HttpError(403, NO_ADMIN, kind="permission_error")
-            raise HttpError(401, UNKNOWN_KEY, kind="authentication_error")
+                raise HttpError(403, NO_ADMIN)
+            raise HttpError(401, UNKNOWN_KEY)
         if wanted and wanted not in found.scopes:
-            raise HttpError(403, NO_SCOPE % wanted, kind="permission_error")
+            raise HttpError(403, NO_SCOPE % wanted)
         if scope["method"] == "POST" and scope["path"] in self._paths.counted:
             take(self._rates, found)
         scope["meshlm.key"] = found.key.decode()
@@ -177,7 +174,7 @@ class LoadShedder:
         if scope["type"] == "http" and scope["path"] in self._submits and scope["method"] == "POST":
             names = [name for name, _ in scope["headers"]]
             if reason := self._refusal(attaches=_IDEMPOTENCY_KEY in names):
-                error = HttpError(503, reason, kind="overloaded_error")
+                error = HttpError(503, reason)
                 # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
                 close = {"Connection": "close"} if b"expect" in names else {}
                 response = _refusal(error, scope["path"], {**error.headers(), **close})
@@ -240,7 +237,7 @@ def take(rates: RateLimits, key: ApiKey) -> None:
         assert key.limits is not None
         limits = ", ".join(f"{name}={value}" for name, value in key.limits._asdict().items() if value)
         text = f"Rate limit reached for this key ({limits}); try again in {waits:.1f} s"
-        raise HttpError(429, text, kind="rate_limit_error", retry_after_s=math.ceil(waits))
+        raise HttpError(429, text, retry_after_s=math.ceil(waits))
 
 
 def json_response(value: Any) -> Response:

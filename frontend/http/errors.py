@@ -3,6 +3,7 @@
 import re
 
 import msgspec
+from msgspec import Struct
 
 from meshlm.protocol.wire.ids import ErrorKind
 
@@ -17,15 +18,20 @@ STATUS = {
 }
 RETRY_AFTER_S = 1
 MAX_MESSAGE = 2000
+# The kind of an error by its status, where nobody says another.
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+    **{
+        STATUS[kind]: kind.value
+        for kind in ErrorKind
+        if kind.name in ("NOT_FOUND", "OVERLOADED", "TIMEOUT", "INTERNAL")
+    },
+}
 LIMITS = (
-    "max-waiting",
-    "max-concurrent-requests",
-    "max-concurrent-bytes",
-    "max-incoming-bytes",
-    "max-body-bytes",
-    "max-audio-bytes",
-    "max-num-seqs",
-    "drain-timeout",
+    *("max-waiting", "max-concurrent-requests", "max-concurrent-bytes", "max-incoming-bytes", "max-body-bytes"),
+    *("max-audio-bytes", "max-num-seqs", "drain-timeout"),
 )
 REASONS = {
     401: "unauthorized",
@@ -40,21 +46,32 @@ REASONS = {
 }
 
 
+class ErrorInfo(Struct):
+    """`param` names the field or header at fault, `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorResponse(Struct):
+    """The body of every refusal."""
+
+    error: ErrorInfo
+
+
 class HttpError(Exception):
     """Ends one HTTP request with a status and OpenAI's error body."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str = "",
-        kind: str = "invalid_request_error",
-        retry_after_s: int = RETRY_AFTER_S,
+        self, status: int, message: str, param: str = "", kind: str = "", retry_after_s: int = RETRY_AFTER_S
     ) -> None:
         if len(message) > MAX_MESSAGE:  # it may quote what the client sent
             message = message[:MAX_MESSAGE] + "..."
         super().__init__(message)
-        self.status, self.message, self.param, self.kind = status, message, param, kind
+        self.status, self.message, self.param = status, message, param
+        self.kind = kind or KINDS.get(status, ErrorKind.INVALID.value)
         self._retry_after_s = retry_after_s
 
     @classmethod
@@ -73,7 +90,10 @@ class HttpError(Exception):
         """The body of the answer, in the form of the API that `path` belongs to."""
         if is_anthropic(path):
             return msgspec.json.encode(anthropic_error(self.message, self.status))
-        return msgspec.json.encode(error_object(self.message, self.kind, self.param, self.status))
+        return msgspec.json.encode(self.response())
+
+    def response(self) -> ErrorResponse:
+        return ErrorResponse(ErrorInfo(self.message, self.kind, self.param or None, self.status))
 
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
@@ -111,16 +131,7 @@ _PATHS_NOT_SERVED = {
 }
 NOT_SERVED = {path: why for why, paths in _PATHS_NOT_SERVED.items() for path in paths.split()}
 ANTHROPIC = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+_ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 500: "api_error"}
 
 
 def is_anthropic(path: str) -> bool:
@@ -129,10 +140,5 @@ def is_anthropic(path: str) -> bool:
 
 def anthropic_error(message: str, status: int) -> dict[str, object]:
     """{"type": "error", "error": {type, message}}."""
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    kind = _ANTHROPIC_KINDS.get(status, ErrorKind.INVALID.value)
     return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-def error_object(message: str, kind: str, param: str, status: int) -> dict[str, dict[str, object]]:
-    """{"error": {message, type, param, code}}."""
-    return {"error": {"message": message, "type": kind, "param": param or None, "code": status}}

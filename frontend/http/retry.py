@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.http.bodies import fields_of
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.protocol.wire.parts import joined
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
@@ -33,6 +33,12 @@ class IdempotencyKey(NamedTuple):
     def seed(self) -> int:
         """The seed for sampling, where the client gave none: the same each time."""
         return int(self.key[16:], 16) >> 1
+
+
+def refuse_last_id(last_id: str) -> None:
+    """A stream of these begins anew when it is asked for again."""
+    if last_id:
+        raise field_error(LAST_ID, "not supported on this path, whose events have no ids")
 
 
 def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes) -> IdempotencyKey | None:

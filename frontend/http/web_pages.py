@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.routes.operation import Paths
+from meshlm.frontend.http.operation import Paths
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.process.logs import Limited
 
@@ -73,10 +73,10 @@ class WebPages:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (self._asks_host and not all(map(self._is_own, hosts))):
             shown = _name(hosts[0]) if len(hosts) == 1 else ", ".join(hosts)
-            raise HttpError(403, NOT_THIS_HOST.format(host=shown[:MAX_SHOWN]), kind="permission_error")
+            raise HttpError(403, NOT_THIS_HOST.format(host=shown[:MAX_SHOWN]))
         if not self._is_of_this_site(scope["method"], headers):
             origin = headers.get("origin") or f"Sec-Fetch-Site: {headers.get('sec-fetch-site')}"
-            raise HttpError(403, OTHER_SITE.format(origin=origin[:MAX_SHOWN]), kind="permission_error")
+            raise HttpError(403, OTHER_SITE.format(origin=origin[:MAX_SHOWN]))
         if "transfer-encoding" in headers or headers.get("content-length", "0") not in ("0", ""):  # it has a body
             takes = (FORM, JSON) if scope["path"] in self._paths.forms else (JSON,)
             given = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -7,25 +7,17 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.errors import field_error
-from meshlm.frontend.http.retry import LAST_ID
+from meshlm.frontend.http.operation import NAMED, Group, route
+from meshlm.frontend.http.retry import LAST_ID, refuse_last_id
 from meshlm.frontend.messages import schema
 from meshlm.frontend.messages.format import MessageFormat
 from meshlm.frontend.messages.translate import NAMES, chat_request, left_out
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.tool_choice import for_counting
-from meshlm.frontend.requests.generation import Backend, Generation, form_of_turns
-from meshlm.frontend.routes.operation import NAMED, Group, route
-from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
+from meshlm.frontend.requests.generation import Backend, Generation, ReadRequest, form_of_turns
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Tokenize
-
-
-def refuse_last_id(last_id: str) -> None:
-    """A stream of these begins anew when it is asked for again."""
-    if last_id:
-        raise field_error(LAST_ID, "not supported on this path, whose events have no ids")
-
 
 MESSAGES = form_of_turns(
     lambda parsed_request: MessageFormat(parsed_request.answer.stream), id_headers=("X-Request-Id", "Request-Id")
@@ -48,9 +40,9 @@ class MessageRoutes:
         error=schema.MessagesErrorResponse,
         group=Group.GENERATION,
     )
-    async def messages(self, request: Request) -> HttpResponse | None:
+    async def messages(self, request: Request) -> HttpResponse:
         read = await self._reader.read(request, self._messages)
-        return await self._generation.answer(request, *read, "msg_", MESSAGES)
+        return await self._generation.answer(request, read, "msg_", MESSAGES)
 
     def _messages(self, request: Request, raw: bytes) -> ReadRequest:
         parsed_request, model = self._read(raw, schema.MessagesRequest)
@@ -65,15 +57,13 @@ class MessageRoutes:
         error=schema.MessagesErrorResponse,
         group=Group.TEXT,
     )
-    async def count_tokens(self, request: Request) -> HttpResponse | None:
+    async def count_tokens(self, request: Request) -> HttpResponse:
         parsed_request, _ = await self._reader.read(
             request, lambda _, raw: self._read(raw, schema.CountTokensRequest, counts=True)
         )
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
         question = Tokenize(self._backend.requests.new_handle(), parsed_request.mesh.prompts[0], False)
-        if (reply := await self._reader.ask(request, question)) is None:
-            return None
-        count = len(reply.token_ids) // 4
+        count = len((await self._reader.ask(request, question)).token_ids) // 4
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     def _read(self, raw: bytes, kind: type[schema.Conversation], *, counts: bool = False) -> tuple[ParsedRequest, str]:

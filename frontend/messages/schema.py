@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.schema import MAX_TOKENS, Count, Priority, Salt, Share, Temperature
 
 Json = dict[str, Any]

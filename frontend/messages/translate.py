@@ -7,9 +7,9 @@ import json
 import re
 from typing import Any
 
+from meshlm.frontend.http.answer_fields import REFUSED_MESSAGES
 from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.messages.schema import Conversation, MessagesRequest, Thinking
-from meshlm.frontend.openai.answer_fields import REFUSED_MESSAGES
 from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.protocol.config import ServerConfig
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from meshlm.frontend.dashboard.feed import Feed
-from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.observe.stat_loggers import EndedRequest, StatLoggers
 from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -85,10 +85,9 @@ class Observer:
         if self._traces is not None:
             self._traces.ended(answer, path, status, time.monotonic(), time.time())
         self.ignored(answer.parsed_request.unknown_fields, path)
-        self.rates.ended(answer)
-        seconds = time.monotonic() - started
+        usage, seconds = answer.usage(), time.monotonic() - started
+        self.rates.used(answer.parsed_request.api_key, usage["prompt_tokens"] + usage["completion_tokens"])
         if self.stat_loggers:
-            usage = answer.usage()
             cached = usage["prompt_tokens_details"]["cached_tokens"]
             counts = (usage["prompt_tokens"], cached, usage["completion_tokens"])
             self.stat_loggers.ended(EndedRequest(answer.request_id, path, status, round(seconds, 6), *counts))

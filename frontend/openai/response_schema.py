@@ -8,21 +8,6 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 
-class ErrorInfo(Struct):
-    """`param` names the field or header at fault, `code` is the HTTP status."""
-
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorResponse(Struct):
-    """The body of every refusal."""
-
-    error: ErrorInfo
-
-
 class PromptTokensDetails(Struct):
     cached_tokens: int
     created_cache_tokens: None

@@ -25,6 +25,12 @@ from meshlm.runtime.client.placement import Choice, RowDetails
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(fields: object) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + _encode(fields) + b"\n\n"
 
 
 def trace_headers(headers: Mapping[str, Any]) -> dict[str, str]:
@@ -43,7 +49,7 @@ class AnswerHead(NamedTuple):
 
 
 class Response:
-    """State that whole and streamed answers share. `on_end` is called once, when no choice runs any more."""
+    """State that whole and streamed answers share: a whole one has a `body`, a streamed one `last_events`, some forms have both."""
 
     def __init__(self, head: AnswerHead) -> None:
         self.parsed_request, self.request_id, self.created, self.model, self._on_end = head
@@ -150,6 +156,18 @@ class Response:
         positions = list(positions_of(found)) if found is not None else []
         return echoed_logprobs(self.shown(positions), accepted, self.options.logprobs, self.options.tokens_as_ids)
 
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
+        """See ResponseSink."""
+        raise NotImplementedError
+
+    def body(self) -> bytes:
+        """The whole answer; call after the end, when `error` is None."""
+        raise NotImplementedError
+
+    def last_events(self) -> bytes:
+        """The events that a stream ends with."""
+        raise NotImplementedError
+
     def frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
@@ -181,7 +199,6 @@ class WholeResponse(Response):
             self.ended()
 
     def body(self) -> bytes:
-        """The JSON answer; call after the end, when `error` is None."""
         kept = self._best()
         entries = [self._entry(choice, index) for index, choice in enumerate(kept)]
         kind = "chat.completion" if self.options.is_chat else "text_completion"

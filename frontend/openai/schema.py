@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.protocol.samplers import OPTIONAL
 
 MAX_CHOICES = 128  # per prompt

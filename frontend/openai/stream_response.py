@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from meshlm.frontend.http.errors import error_object
 from meshlm.frontend.http.retry import Progress
 from meshlm.frontend.openai import reading, reasoning, response_fields
 from meshlm.frontend.openai.reading import Reader
 from meshlm.frontend.openai.response_fields import chat_logprobs, completion_logprobs
-from meshlm.frontend.openai.responses import AnswerHead, Json, Response, visible_reason
+from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, Response, data_event, visible_reason
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
@@ -177,21 +176,18 @@ class StreamResponse(Response):
         return delta
 
     def _event(self, choices: list[Json], extra: Json | None = None) -> bytes:
-        frame = {**self.frame(self._kind, choices), **(extra or {})}
-        return b"data: " + _encode(frame) + b"\n\n"
+        return data_event({**self.frame(self._kind, choices), **(extra or {})})
 
     def last_events(self) -> bytes:
         """The events after the end: usage if asked for, or the error, then [DONE]."""
-        done = b"data: [DONE]\n\n"
         if self.error is not None:  # without ids: asked again, it begins where the text ends
-            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
-            return b"data: " + _encode(error) + b"\n\n" + done
+            return data_event(self.error.response()) + DONE
         usage = (
             self._event([], {"usage": self.usage(), **self._fingerprint(), **self.times()})
             if self.options.include_usage
             else b""
         )
         if self._progress is None:
-            return usage + done
-        named = [(self._progress.last(1), usage), (self._progress.last(2), done)]
+            return usage + DONE
+        named = [(self._progress.last(1), usage), (self._progress.last(2), DONE)]
         return b"".join(b"id: %b\n%b" % (name, event) for name, event in named if name is not None and event)

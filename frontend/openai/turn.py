@@ -160,7 +160,6 @@ class TurnResponse(Response):
         return sum(len(choice.token_ids) for choice in self.choices)
 
     def body(self) -> bytes:
-        """The JSON answer; call after the end, when `error` is None."""
         return self._form.body(self)
 
     def last_events(self) -> bytes:

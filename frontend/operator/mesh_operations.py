@@ -64,7 +64,7 @@ class AskedRanks:
                 return await future
         except TimeoutError:
             text = f"the supervisor did not answer in {limit_s:.0f} s"
-            raise HttpError(504, text, kind="timeout_error") from None
+            raise HttpError(504, text) from None
         finally:
             del self._waiting[question.id]
 
@@ -89,7 +89,7 @@ class MeshOperations:
         try:
             return await self.asked.ask(action)
         except TimeoutError:
-            raise HttpError(504, "the coordinator did not answer", kind="timeout_error") from None
+            raise HttpError(504, "the coordinator did not answer") from None
 
     def change(self, values: dict[str, str | int | float]) -> None:
         """Ask the supervisor to have these settings, which were checked, in all processes."""
@@ -112,7 +112,7 @@ class MeshOperations:
 
 async def profile(backend: MeshOperations, *, start: bool) -> dict[str, Any]:
     if not backend.config.worker.profiler_dir:
-        raise HttpError(404, "start the server with --profiler-dir to take traces", kind="not_found_error")
+        raise HttpError(404, "start the server with --profiler-dir to take traces")
     return {"paths": list((await _done(backend, ops.Profile(start))).paths)}
 
 
@@ -174,7 +174,7 @@ async def scale(backend: MeshOperations, asked: ScaleRequest) -> dict[str, Any]:
         raise HttpError(409, answer.refused.removeprefix("--dp: "), "new_data_parallel_size")
     if answer.failed:
         text = f"scaling failed, the ranks are as before ({answer.num_ranks}): {answer.failed}"
-        raise HttpError(500, text, "new_data_parallel_size", "internal_error")
+        raise HttpError(500, text, "new_data_parallel_size")
     return {"message": f"Scaled to {answer.num_ranks} data parallel engines"}
 
 
@@ -219,7 +219,7 @@ def _sleeping(stats: MeshStats) -> bool:
 
 def _needs_sleep_mode(backend: MeshOperations) -> None:
     if not backend.config.worker.enable_sleep_mode:
-        raise HttpError(404, "start the server with --enable-sleep-mode to let it sleep", kind="not_found_error")
+        raise HttpError(404, "start the server with --enable-sleep-mode to let it sleep")
 
 
 async def resume(backend: MeshOperations) -> dict[str, Any]:
@@ -239,7 +239,7 @@ async def collective_rpc(backend: MeshOperations, asked: CollectiveRpcRequest) -
         await _done(backend, CallWorkers("verify_weights", b""))
     elif not backend.config.worker.worker_extension_cls:
         text = "start the server with --worker-extension-cls to call into workers"
-        raise HttpError(404, text, kind="not_found_error")
+        raise HttpError(404, text)
     arguments = msgspec.json.encode({"args": asked.args, "kwargs": asked.kwargs})
     limit = {} if asked.timeout is None else {"limit_s": asked.timeout}
     answer = await backend.operate(CallWorkers(asked.method, arguments, **limit))

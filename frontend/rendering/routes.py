@@ -14,6 +14,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.operation import GENERATES, Group, OfClass, route
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai.parsed_request import ParsedRequest
@@ -30,9 +31,8 @@ from meshlm.frontend.rendering.schema import (
     GenerateResponse,
     RenderedRequest,
 )
-from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.routes.operation import GENERATES, Group, OfClass, route
-from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
+from meshlm.frontend.requests.generation import Backend, Form, Generation, ReadRequest
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenPrompt
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 
@@ -63,11 +63,10 @@ class Rendering:
         answers=RenderedRequest,
         body=ChatRequest,
     )
-    async def chat(self, request: Request) -> HttpResponse | None:
+    async def chat(self, request: Request) -> HttpResponse:
         """POST /v1/chat/completions/render."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.chat)
-        found = await self._rendered(request, parsed_request, model, "chatcmpl-")
-        return None if found is None else json_response(found[0])
+        return json_response((await self._rendered(request, parsed_request, model, "chatcmpl-"))[0])
 
     @route(
         "/v1/completions/render",
@@ -75,37 +74,33 @@ class Rendering:
         answers=GenericAlias(list, (RenderedRequest,)),
         body=CompletionRequest,
     )
-    async def completion(self, request: Request) -> HttpResponse | None:
+    async def completion(self, request: Request) -> HttpResponse:
         """POST /v1/completions/render."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.completion)
-        found = await self._rendered(request, parsed_request, model, "cmpl-")
-        return None if found is None else json_response(found)
+        return json_response(await self._rendered(request, parsed_request, model, "cmpl-"))
 
     async def _rendered(
         self, request: Request, parsed_request: ParsedRequest, model: str, prefix: str
-    ) -> list[dict[str, Any]] | None:
+    ) -> list[dict[str, Any]]:
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
         render.check(parsed_request)
         found = []
         context = self._backend.resolved.max_model_len
         for prompt in parsed_request.mesh.prompts:
-            if (tokenized := await self._tokenized(request, prompt, parsed_request)) is None:
-                return None
-            ids, offsets, mask = tokenized
+            ids, offsets, mask = await self._tokenized(request, prompt, parsed_request)
             name = f"{prefix}{parsed_request.request_id or uuid.uuid4().hex}"
             found.append(render.rendered(parsed_request, name, model, ids, offsets, mask, context))
         return found
 
     async def _tokenized(
         self, request: Request, prompt: Prompt, parsed_request: ParsedRequest
-    ) -> tuple[list[int], list[tuple[int, int]] | None, list[int] | None] | None:
-        """The ids, where each stands in the text, and whether it is the assistant's; None when the client left."""
+    ) -> tuple[list[int], list[tuple[int, int]] | None, list[int] | None]:
+        """The ids, where each stands in the text, and whether it is the assistant's."""
         if isinstance(prompt, TokenPrompt):
             return unpack_i32(prompt.token_ids).tolist(), None, None
         offsets, mask = parsed_request.answer.return_token_offsets, parsed_request.answer.return_assistant_tokens_mask
         question = Tokenize(self._backend.requests.new_handle(), prompt, want_offsets=offsets, want_assistant_mask=mask)
-        if (reply := await self._reader.ask(request, question)) is None:
-            return None
+        reply = await self._reader.ask(request, question)
         ids = unpack_i32(reply.token_ids).tolist()
         found = list(reply.assistant_mask) or None
         if not offsets or (isinstance(prompt, TextPrompt) and prompt.suffix):
@@ -121,7 +116,7 @@ class Rendering:
         answers=responses.ChatCompletionResponse,
         body=DerenderChatRequest,
     )
-    async def derender_chat(self, request: Request) -> HttpResponse | None:
+    async def derender_chat(self, request: Request) -> HttpResponse:
         """POST /v1/chat/completions/derender."""
         body, parsed_request = await self._reader.read(request, self._derender_chat)
         return await self._derendered(
@@ -142,7 +137,7 @@ class Rendering:
         answers=responses.CompletionResponse,
         body=DerenderCompletionRequest,
     )
-    async def derender_completion(self, request: Request) -> HttpResponse | None:
+    async def derender_completion(self, request: Request) -> HttpResponse:
         """POST /v1/completions/derender."""
         body, parsed_request = await self._reader.read(request, self._derender_completion)
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
@@ -164,7 +159,7 @@ class Rendering:
         found: list[Generated],
         counts: list[int],
         model: str | None,
-    ) -> HttpResponse | None:
+    ) -> HttpResponse:
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
         name = found[0].request_id or f"{'chatcmpl-' if parsed_request.answer.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
         served = self._reader.check_model(model)
@@ -174,17 +169,12 @@ class Rendering:
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
             each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
-            if (reply := await self._reader.ask(request, each)) is None:
-                return None
+            reply = await self._reader.ask(request, each)
             texts = dict(zip(needed, zip(reply.texts, reply.token_bytes, strict=True), strict=True))
         for prompt_index, one in enumerate(found):
             for entry in one.choices:
-                ids = derender.ids_of(entry)
-                reply = await self._reader.ask(
-                    request, Detokenize(self._backend.requests.new_handle(), ids, parsed_request.mesh.text)
-                )
-                if reply is None:
-                    return None
+                handle, ids = self._backend.requests.new_handle(), derender.ids_of(entry)
+                reply = await self._reader.ask(request, Detokenize(handle, ids, parsed_request.mesh.text))
                 answer.tell(prompt_index, entry, counts[prompt_index], reply, texts)
         if answer.error is not None:
             raise answer.error
@@ -200,10 +190,10 @@ class Rendering:
         parameters=GENERATES,
         streams=True,
     )
-    async def generate(self, request: Request) -> HttpResponse | None:
+    async def generate(self, request: Request) -> HttpResponse:
         """POST /inference/v1/generate."""
         read = await self._reader.read(request, self._generate)
-        return await self._generation.answer(request, *read, "", tokens.TOKENS)
+        return await self._generation.answer(request, read, "", tokens.TOKENS)
 
     def _generate(self, request: Request, raw: bytes) -> ReadRequest:
         body, unknown = bodies.decode(raw, GenerateRequest, longest=self._reader.longest)
@@ -224,10 +214,10 @@ class Rendering:
         body=BatchChatRequest,
         parameters=GENERATES,
     )
-    async def batch(self, request: Request) -> HttpResponse | None:
+    async def batch(self, request: Request) -> HttpResponse:
         """POST /v1/chat/completions/batch."""
         read = await self._reader.read(request, self._batch)
-        return await self._generation.answer(request, *read, "chatcmpl-", BATCH)
+        return await self._generation.answer(request, read, "chatcmpl-", BATCH)
 
     def _batch(self, request: Request, raw: bytes) -> ReadRequest:
         resolved = self._backend.resolved

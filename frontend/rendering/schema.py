@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.response_schema import (
     ChatCompletionLogProbs,
     ChatCompletionResponse,

@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import error_object, field_error
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import by_id, chat_logprobs
-from meshlm.frontend.openai.responses import WholeResponse, visible_reason
+from meshlm.frontend.openai.responses import DONE, WholeResponse, data_event, visible_reason
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.requests.generation import Form
@@ -91,20 +91,17 @@ class StreamedTokens(StreamResponse):
             if self.options.continuous_usage:
                 prompt, output = self.prompt[choice.prompt_index].num_prompt_tokens, len(choice.token_ids)
                 event["usage"] = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
-            self._emit(choice, b"data: " + _encode(event) + b"\n\n", ended=finished is not None)
+            self._emit(choice, data_event(event), ended=finished is not None)
         if finished is not None:
             self.ended()
 
     def last_events(self) -> bytes:
         """The events after the end: usage if asked for, or the error, then [DONE]."""
-        done = b"data: [DONE]\n\n"
         if self.error is not None:
-            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
-            return b"data: " + _encode(error) + b"\n\n" + done
+            return data_event(self.error.response()) + DONE
         if not self.options.include_usage:
-            return done
-        usage = {"request_id": self.request_id, "choices": [], "usage": self.usage()}
-        return b"data: " + _encode(usage) + b"\n\n" + done
+            return DONE
+        return data_event({"request_id": self.request_id, "choices": [], "usage": self.usage()}) + DONE
 
 
 TOKENS = Form(WholeTokens, StreamedTokens)

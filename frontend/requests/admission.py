@@ -6,9 +6,8 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 
-from meshlm.frontend.http.budget import Budget
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.requests.budget import Budget
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.resolved import Resolved
 from meshlm.protocol.edges.control import Died
@@ -33,13 +32,6 @@ class Admission:
         self.num_open = 0
         self.new_handle = client.tracker.new_handle
         self._moved, self._all_closed = asyncio.Event(), asyncio.Event()
-
-    def admit(self, parsed_request: ParsedRequest) -> int:
-        """Counts the request against the budget and gives its cost, for `release`. HttpError when there is no room for it."""
-        return self.budget.open(parsed_request)
-
-    def release(self, cost: int) -> None:
-        self.budget.close(cost)
 
     def open(self, choices: list[Choice], submit: Submit) -> None:
         self.num_open += 1
@@ -86,16 +78,14 @@ class Admission:
 
     async def ask(self, message: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
         """Asks a detokenizer. A waiting question counts towards the budget; when its client leaves (cancelled), that is told."""
-        size = self.budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids)
-        try:
-            async with asyncio.timeout(ASK_TIMEOUT_S):
-                return await self._client.ask(message)
-        except RequestError as error:
-            raise HttpError.of_kind(error.kind, error.message, error.param) from None
-        except TimeoutError:
-            raise HttpError(504, "the detokenizer did not answer", kind="timeout_error") from None
-        finally:
-            self.budget.close_question(size)
+        with self.budget.open_question(message.prompt if isinstance(message, Tokenize) else message.token_ids):
+            try:
+                async with asyncio.timeout(ASK_TIMEOUT_S):
+                    return await self._client.ask(message)
+            except RequestError as error:
+                raise HttpError.of_kind(error.kind, error.message, error.param) from None
+            except TimeoutError:
+                raise HttpError(504, "the detokenizer did not answer") from None
 
 
 STOPPING = "this server is stopping"

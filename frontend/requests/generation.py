@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import retry
@@ -21,7 +21,7 @@ from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
-from meshlm.frontend.openai.responses import AnswerHead, WholeResponse, trace_headers
+from meshlm.frontend.openai.responses import AnswerHead, Response, WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
 from meshlm.frontend.operator.mesh_operations import MeshOperations
@@ -29,8 +29,6 @@ from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.admission import Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
-from meshlm.frontend.speech.answers import SpeechStream
-from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.extras import generates
@@ -62,16 +60,20 @@ class Backend(Protocol):
     operations: MeshOperations
 
 
-WholeAnswer = WholeResponse | TurnResponse | VectorsResponse
-StreamAnswer = StreamResponse | TurnResponse | SpeechStream
+class ReadRequest(NamedTuple):
+    """A body that was read: the request, the model's name, and the key by which it may come again."""
+
+    parsed_request: ParsedRequest
+    model: str
+    idempotency_key: retry.IdempotencyKey | None = None
 
 
 class Form(NamedTuple):
     """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and
     what to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
-    whole: Callable[[AnswerHead], WholeAnswer]
-    stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], StreamAnswer]
+    whole: Callable[[AnswerHead], Response]
+    stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], Response]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
     # Awaited when all is said, before the client has the end of it.
@@ -104,44 +106,26 @@ class Generation:
         self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
         self._processors: list[type[Any]] | None = None  # classes; None: not imported yet
 
-    async def answer(
-        self,
-        request: Request,
-        parsed_request: ParsedRequest,
-        model: str,
-        idempotency_key: retry.IdempotencyKey | None,
-        prefix: str,
-        form: Form = OPENAI,
-    ) -> HttpResponse | None:
-        """The answer of one request; None when the client left before its end."""
-        backend = self._backend
+    async def answer(self, request: Request, read: ReadRequest, prefix: str, form: Form = OPENAI) -> HttpResponse:
+        """The answer of one request. ClientDisconnect when the client leaves before its end."""
+        backend, parsed_request = self._backend, read.parsed_request
         if generates(parsed_request.mesh.extras) != (backend.resolved.pooling is None):
-            raise HttpError(404, WRONG_RUNNER, kind="not_found_error")
-        attaches = idempotency_key is not None
+            raise HttpError(404, WRONG_RUNNER)
+        attaches = read.idempotency_key is not None
         if reason := backend.readiness.refusal(attaches=attaches) or await backend.readiness.wait_serving():
-            raise HttpError(503, reason, kind="overloaded_error")
+            raise HttpError(503, reason)
         parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, parsed_request)
-        cost = backend.requests.admit(parsed_request)
-        try:
-            return await self._answered(request, parsed_request, model, idempotency_key, prefix, form)
-        finally:
-            backend.requests.release(cost)
+        with backend.requests.budget.open(parsed_request):
+            return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
 
     def permitted(self, parsed_request: ParsedRequest, api_key: str) -> ParsedRequest:
         """What the server lets this key ask for. HttpError."""
         return submits.permitted(parsed_request, api_key, self._backend.config)
 
-    async def _answered(
-        self,
-        request: Request,
-        parsed_request: ParsedRequest,
-        model: str,
-        idempotency_key: retry.IdempotencyKey | None,
-        prefix: str,
-        form: Form,
-    ) -> HttpResponse | None:
+    async def _answered(self, request: Request, read: ReadRequest, prefix: str, form: Form) -> HttpResponse:
+        parsed_request, model, idempotency_key = read
         backend, options = self._backend, parsed_request.answer
         header = request.headers.get("x-request-id") if form.named_by_header else ""
         name = idempotency_key.key if idempotency_key else header or parsed_request.request_id or uuid.uuid4().hex
@@ -151,7 +135,6 @@ class Generation:
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
-        answer: WholeAnswer | StreamAnswer
         position = submits.position(parsed_request, idempotency_key) if idempotency_key else None
         head = AnswerHead(parsed_request, request_id, created, model, end.set)
         if options.stream:
@@ -166,11 +149,8 @@ class Generation:
         asking: asyncio.Future[None] | None = None  # asks for more while the answer is made
         try:
             if form.before_start is not None:
-                prepared = await unless_disconnected(request, form.before_start(parsed_request, request_id, rank))
-                if prepared is None:
-                    status = 499
-                    return None
-                parsed_request = answer.parsed_request = prepared
+                preparing = form.before_start(parsed_request, request_id, rank)
+                parsed_request = answer.parsed_request = await unless_disconnected(request, preparing)
             cuts = position.cuts if position is not None else ()
             asked = await self.submits_of(answer, parsed_request, rank, idempotency_key, cuts)
             if parsed_request.mesh.beams:
@@ -181,10 +161,8 @@ class Generation:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
             if options.stream:
-                return await self._stream(request, answer, writer, end, form, answer_name)  # type: ignore[arg-type]
-            if not await unless_disconnected(request, end.wait()):
-                status = 499
-                return None
+                return await self._stream(request, answer, writer, end, form, answer_name)
+            await unless_disconnected(request, end.wait())
             if parsed_request.mesh.beams and asking is not None:
                 await asking
             if answer.error is not None:
@@ -193,11 +171,14 @@ class Generation:
                 await form.before_end()
             # A quarter of a second, for as many as there may be.
             long = options.logprobs >= 0 or options.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
-            content = await asyncio.to_thread(answer.body) if long else answer.body()  # type: ignore[union-attr]
+            content = await asyncio.to_thread(answer.body) if long else answer.body()
             headers = dict.fromkeys(form.id_headers, answer_name) | answer.headers
             return HttpResponse(content, media_type=answer.media_type, headers=headers)
         except HttpError as error:
             status = error.status
+            raise
+        except ClientDisconnect:
+            status = 200 if writer.started else 499
             raise
         finally:
             if asking is not None:
@@ -218,7 +199,7 @@ class Generation:
 
     async def submits_of(
         self,
-        answer: WholeAnswer | StreamAnswer,
+        answer: Response,
         parsed_request: ParsedRequest,
         rank: int,
         idempotency_key: retry.IdempotencyKey | None,
@@ -252,9 +233,7 @@ class Generation:
         except logits_processors.ProcessorError as error:
             raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 
-    async def _search(
-        self, answer: WholeAnswer | StreamAnswer, parsed_request: ParsedRequest, rank: int, end: asyncio.Event
-    ) -> None:
+    async def _search(self, answer: Response, parsed_request: ParsedRequest, rank: int, end: asyncio.Event) -> None:
         """Fills in the answer of a beam search, or its error."""
         try:
             await Search(self._backend, parsed_request, answer.request_id, rank).fill(answer)
@@ -264,20 +243,13 @@ class Generation:
             end.set()
 
     async def _stream(
-        self,
-        request: Request,
-        answer: StreamAnswer,
-        writer: EventWriter,
-        end: asyncio.Event,
-        form: Form,
-        answer_name: str,
-    ) -> HttpResponse | None:
+        self, request: Request, answer: Response, writer: EventWriter, end: asyncio.Event, form: Form, answer_name: str
+    ) -> HttpResponse:
         """Start with the first news, so that a refusal still has its HTTP status."""
         names = [(name.lower().encode(), answer_name.encode("latin-1", "replace")) for name in form.id_headers]
         pump = asyncio.ensure_future(_first_then_pump(writer, names))
         try:
-            if not await unless_disconnected(request, end.wait()):
-                return None
+            await unless_disconnected(request, end.wait())
             if not writer.started and answer.error is not None:
                 raise answer.error
             if form.before_end is not None and answer.error is None:
@@ -306,8 +278,8 @@ async def _first_then_pump(writer: EventWriter, headers: list[tuple[bytes, bytes
     await writer.pump()
 
 
-async def unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared | None:
-    """What the work gives; None, and no more of it is done, when the client leaves first."""
+async def unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Prepared:
+    """What the work gives. ClientDisconnect, and no more of it is done, when the client leaves first."""
     done = asyncio.ensure_future(work)
     left = asyncio.ensure_future(disconnected(request))
     try:
@@ -317,7 +289,7 @@ async def unless_disconnected(request: Request, work: Awaitable[Prepared]) -> Pr
         done.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await done  # it ends what it has begun
-        return None
+        raise ClientDisconnect()
     finally:
         done.cancel()
         left.cancel()

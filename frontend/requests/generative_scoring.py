@@ -14,17 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.http.errors import field_error
+from meshlm.frontend.http.operation import NAMED, Group, route
 from meshlm.frontend.openai import limits, prompts
-from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
 from meshlm.frontend.openai.sampling_params import token_ids
 from meshlm.frontend.openai.schema import MAX_LOGPROB_IDS, Priority, RequestName, TokenId
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests.generation import Form, Generation
-from meshlm.frontend.routes.operation import NAMED, Group, route
-from meshlm.frontend.routes.request_reader import ReadRequest, RequestReader
+from meshlm.frontend.requests.generation import Form, Generation, ReadRequest
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.text import JoinedPrompt, PositionLogprobs, TextParams, TextPrompt, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
@@ -151,11 +151,11 @@ class Scoring:
         parameters=NAMED,
         group=Group.GENERATION,
     )
-    async def score(self, request: Request) -> HttpResponse | None:
+    async def score(self, request: Request) -> HttpResponse:
         """POST /generative_scoring."""
-        parsed, apply_softmax = await self._reader.read(request, self._read)
+        read, apply_softmax = await self._reader.read(request, self._read)
         form = Form(partial(ScoringResponse, apply_softmax=apply_softmax), StreamResponse)
-        return await self._generation.answer(request, *parsed, "generative-scoring-", form)
+        return await self._generation.answer(request, read, "generative-scoring-", form)
 
     def _read(self, request: Request, raw: bytes) -> tuple[ReadRequest, bool]:
         body, unknown = bodies.decode(raw, GenerativeScoringRequest, longest=self._reader.longest)

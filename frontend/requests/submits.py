@@ -96,7 +96,7 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     """What a server with this configuration lets a key ask for. HttpError."""
     transcribes = config.resolved is not None and config.resolved.speech is not None
     if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in parsed_request.mesh.prompts):
-        raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO, kind="not_found_error")
+        raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO)
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     server = config.server

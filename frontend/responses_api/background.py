@@ -134,17 +134,14 @@ class Background:
 
     async def _run(self, running: Running, rank: int) -> None:
         started, status, is_left = time.monotonic(), 200, True
-        cost = 0
+        backend, asked, key = self._backend, running.parsed_request, key_of(running.id)
         try:
-            cost = self._backend.requests.admit(running.parsed_request)
-            if reason := await self._backend.readiness.wait_serving():
-                raise HttpError(503, reason, kind="overloaded_error")
-            key = key_of(running.id)
-            for choices, submit in await self._generation.submits_of(
-                running, running.parsed_request, rank, key, running.cuts
-            ):
-                self._backend.requests.open(choices, submit)
-            await running.ended_event.wait()
+            with backend.requests.budget.open(asked):
+                if reason := await backend.readiness.wait_serving():
+                    raise HttpError(503, reason)
+                for submit in await self._generation.submits_of(running, asked, rank, key, running.cuts):
+                    backend.requests.open(*submit)
+                await running.ended_event.wait()
             if running.error is not None:
                 raise running.error
             is_left = False
@@ -157,10 +154,9 @@ class Background:
             if running.is_lost:  # nobody will ask for it again
                 for choice in running.choices:
                     choice.submit = msgspec.structs.replace(choice.submit, retry=None)
-            self._backend.requests.release(cost)
             if running.choices:
-                self._backend.requests.close(running.choices)
-                self._backend.observer.done(running, started, PATH, status)
+                backend.requests.close(running.choices)
+                backend.observer.done(running, started, PATH, status)
             with contextlib.suppress(HttpError):  # the lease ends, and somebody tries again
                 await asyncio.shield(self._settle(running, is_left))
 

@@ -13,11 +13,11 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.operation import STORED, Group, OfClass, Parameter, route
 from meshlm.frontend.responses_api import items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation
 from meshlm.frontend.responses_api.schema import ConversationRequest, ItemsRequest, MetadataRequest
-from meshlm.frontend.routes.operation import STORED, Group, OfClass, Parameter, route
 
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -165,7 +165,7 @@ def _checked(given: list[Json], name: str) -> list[Json]:
 
 
 def _no_item(item_id: str) -> HttpError:
-    return HttpError(404, f"item_id: there is no item {item_id[:80]!r}", "item_id", "not_found_error")
+    return HttpError(404, f"item_id: there is no item {item_id[:80]!r}", "item_id")
 
 
 def _shown(found: Conversation) -> HttpResponse:

@@ -64,6 +64,6 @@ class History:
         known = {item["id"]: item for item in before if "id" in item}
         known |= await self._shelf.find_items([name for name in names if name not in known], key)
         if missing := [name for name in names if name not in known]:
-            raise HttpError(404, f"input: there is no item {missing[0][:80]!r}", "input", "not_found_error")
+            raise HttpError(404, f"input: there is no item {missing[0][:80]!r}", "input")
         resolved = [item if (name := items.referred(item)) is None else known[name] for item in given]
         return msgspec.structs.replace(fields, input=resolved)

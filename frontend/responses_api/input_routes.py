@@ -15,20 +15,20 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.operation import NAMED, Group, route
 from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.schema import ChatRequest
 from meshlm.frontend.openai.tool_choice import for_counting
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
-from meshlm.frontend.requests.generation import Backend, Generation, form_of_turns
+from meshlm.frontend.requests.generation import Backend, Generation, ReadRequest, form_of_turns
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.frontend.responses_api import items, schema, translate
 from meshlm.frontend.responses_api.format import usage_of
 from meshlm.frontend.responses_api.history import History
 from meshlm.frontend.responses_api.items import text_of
 from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.schema import ResponsesRequest
-from meshlm.frontend.routes.operation import NAMED, Group, route
-from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Tokenize
 
@@ -64,7 +64,7 @@ class CompactionFormat(TurnFormat):
     def body(self, turn: TurnResponse) -> bytes:
         summary = "".join(self._texts).strip()
         if not summary:
-            raise HttpError(500, "the model has written no summary", kind="internal_error")
+            raise HttpError(500, "the model has written no summary")
         of_user = [item for item in self._given if item.get("type", "message") == "message" and item["role"] == "user"]
         compaction = {
             "id": f"cmp_{turn.request_id.removeprefix('resp_')}",
@@ -91,15 +91,13 @@ class InputRoutes:
         body=schema.InputTokensRequest,
         group=Group.TEXT,
     )
-    async def input_tokens(self, request: Request) -> HttpResponse | None:
+    async def input_tokens(self, request: Request) -> HttpResponse:
         fields, unknown = await self._reader.read(request, self._read_counted)
         fields, before = await self._history.complete(fields, key_of(request))
         parsed_request = translate.asked(fields, unknown, before, self._backend, for_counting)
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
         question = Tokenize(self._backend.requests.new_handle(), parsed_request.mesh.prompts[0])
-        if (reply := await self._reader.ask(request, question)) is None:
-            return None
-        count = len(reply.token_ids) // 4
+        count = len((await self._reader.ask(request, question)).token_ids) // 4
         if most := parsed_request.mesh.text.truncate_prompt_tokens:  # truncation: auto
             count = min(count, most)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
@@ -112,7 +110,7 @@ class InputRoutes:
         parameters=NAMED,
         group=Group.GENERATION,
     )
-    async def compact(self, request: Request) -> HttpResponse | None:
+    async def compact(self, request: Request) -> HttpResponse:
         fields, unknown, key = await self._reader.read(request, self._read_compacted)
         fields, before = await self._history.complete(fields, key_of(request))
         given = [*before, *items.listed(fields.input or [])]
@@ -120,7 +118,7 @@ class InputRoutes:
         parsed_request = translate.asked(fields, unknown, before, self._backend, _summarizing)
         parsed_request = parsed_request.with_mesh(max_tokens=MAX_SUMMARY_TOKENS, cap_max_tokens=True)
         model, form = self._reader.check_model(fields.model), form_of_turns(lambda _: CompactionFormat(given))
-        return await self._generation.answer(request, parsed_request, model, key, "resp_", form)
+        return await self._generation.answer(request, ReadRequest(parsed_request, model, key), "resp_", form)
 
     def _read_compacted(
         self, request: Request, raw: bytes

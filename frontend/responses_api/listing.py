@@ -8,7 +8,7 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 
 from meshlm.frontend.http.errors import field_error
-from meshlm.frontend.routes.operation import Parameter
+from meshlm.frontend.http.operation import Parameter
 
 Json = dict[str, Any]
 MAX_LISTED = 100

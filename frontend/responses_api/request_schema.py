@@ -3,7 +3,7 @@ frontend/routes/request_schema.py."""
 
 from typing import Any
 
-from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
+from meshlm.frontend.http.answer_fields import REFUSED_RESPONSES
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}

@@ -11,19 +11,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError, field_error
-from meshlm.frontend.http.retry import LAST_ID, IdempotencyKey
+from meshlm.frontend.http.operation import NAMED, STORED, Group, OfClass, Parameter, route, switch
+from meshlm.frontend.http.retry import LAST_ID, IdempotencyKey, refuse_last_id
 from meshlm.frontend.http.server import EventWriter
-from meshlm.frontend.messages.routes import refuse_last_id
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.turn import TurnResponse
-from meshlm.frontend.requests.generation import AlreadySent, Backend, Generation, disconnected, form_of_turns
+from meshlm.frontend.requests.generation import (
+    AlreadySent,
+    Backend,
+    Generation,
+    ReadRequest,
+    disconnected,
+    form_of_turns,
+)
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.frontend.responses_api import background, conversations, items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.background import Background, Running
 from meshlm.frontend.responses_api.format import ResponseFormat
@@ -31,8 +39,6 @@ from meshlm.frontend.responses_api.history import History
 from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Chunk, Stored
 from meshlm.frontend.responses_api.schema import ResponsesRequest
-from meshlm.frontend.routes.operation import NAMED, STORED, Group, OfClass, Parameter, route, switch
-from meshlm.frontend.routes.request_reader import RequestReader
 from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]
@@ -91,7 +97,7 @@ class ResponseRoutes:
         parameters=NAMED,
         streams=True,
     )
-    async def create(self, request: Request) -> HttpResponse | None:
+    async def create(self, request: Request) -> HttpResponse:
         body, idempotency_key = await self._reader.read(request, self._read)
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
@@ -106,7 +112,8 @@ class ResponseRoutes:
         turn = ResponseFormat(fields, parsed_request, stores=stores, streams=parsed_request.answer.stream)
         before_end = partial(self._keep, turn, fields, key) if stores else None
         form = form_of_turns(lambda _: turn, named_by_header=False, before_end=before_end)
-        return await self._generation.answer(request, parsed_request, body.model, idempotency_key, "resp_", form)
+        read = ReadRequest(parsed_request, body.model, idempotency_key)
+        return await self._generation.answer(request, read, "resp_", form)
 
     def _read(self, request: Request, raw: bytes) -> tuple[Body, IdempotencyKey | None]:
         check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
@@ -167,10 +174,10 @@ class ResponseRoutes:
 
     async def _begin(
         self, request: Request, body: Body, parsed_request: ParsedRequest, response_id: str, key: str
-    ) -> HttpResponse | None:
+    ) -> HttpResponse:
         """Stores the request and has it computed; the answer does not wait for it."""
         if reason := self._backend.readiness.refusal(attaches=False) or await self._backend.readiness.wait_serving():
-            raise HttpError(503, reason, kind="overloaded_error")
+            raise HttpError(503, reason)
         parsed_request = self._generation.permitted(parsed_request, request.scope.get("meshlm.key", ""))
         fields, created = body.fields, int(time.time())
         format_ = ResponseFormat(fields, parsed_request, stores=True, streams=True)
@@ -202,7 +209,7 @@ class ResponseRoutes:
         parsed_request = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
         if model not in self._backend.resolved.served_names:
-            raise HttpError(404, f"The model `{model}` is not served any more", "model", "not_found_error")
+            raise HttpError(404, f"The model `{model}` is not served any more", "model")
         form = ResponseFormat(fields, parsed_request, stores=True, streams=True)
         return parsed_request.with_mesh(cache_salt=stored.salt), form, model
 
@@ -216,7 +223,7 @@ class ResponseRoutes:
         parameters=(_RESPONSE, switch("stream", "Its events, also those that are still to come."), _AFTER),
         streams=True,
     )
-    async def retrieve(self, request: Request) -> HttpResponse | None:
+    async def retrieve(self, request: Request) -> HttpResponse:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         after = listing.number(request.query_params, "starting_after", -1)
         if not listing.truth(request.query_params, "stream"):
@@ -276,12 +283,10 @@ class ResponseRoutes:
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         return _json(listing.page(msgspec.json.decode(stored.items), request.query_params))
 
-    async def _follow(self, request: Request, response_id: str, after: int) -> HttpResponse | None:
+    async def _follow(self, request: Request, response_id: str, after: int) -> HttpResponse:
         """The events behind number `after`, as they are written; whoever computes the response."""
         if self._num_followed >= MAX_FOLLOWED:
-            raise HttpError(
-                503, f"{MAX_FOLLOWED} streams of stored responses are read already", kind="overloaded_error"
-            )
+            raise HttpError(503, f"{MAX_FOLLOWED} streams of stored responses are read already")
         self._num_followed += 1
         writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self._generation.unsent)
         left = asyncio.ensure_future(disconnected(request))
@@ -304,7 +309,7 @@ class ResponseRoutes:
                 await asyncio.wait(
                     {left, asyncio.ensure_future(self._shelf.news(limit_s))}, return_when="FIRST_COMPLETED"
                 )
-            return None
+            raise ClientDisconnect()
         finally:
             self._num_followed -= 1
             left.cancel()

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from meshlm.frontend.openai.answer_fields import ANSWER, PROMPT
+from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.schema import Count, ReasoningEffort, RequestName, SamplingFields, StreamOptions, Verbosity
 
 Json = dict[str, Any]

@@ -48,7 +48,7 @@ class Shelf:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(self._open()))
         except StoreFull:
-            raise HttpError(503, FULL, kind="overloaded_error") from None
+            raise HttpError(503, FULL) from None
         except sqlite3.Error as error:
             raise self._failed(str(error)) from None
         except OSError as error:
@@ -56,7 +56,7 @@ class Shelf:
 
     def _failed(self, cause: str) -> HttpError:
         _log.error("the store of responses failed", cause=cause, file=str(self.path))
-        return HttpError(500, f"the store of responses failed: {cause}", kind="internal_error")
+        return HttpError(500, f"the store of responses failed: {cause}")
 
     def _open(self) -> "Store":
         from meshlm.frontend.responses_api.store import Store
@@ -82,7 +82,7 @@ class Shelf:
             found = await self._do(lambda store: store.get(response_id, key, time.time()))
         if found is None:
             text = f"{param}: there is no response {response_id[:80]!r}"
-            raise HttpError(404, text, param, "not_found_error")
+            raise HttpError(404, text, param)
         return found
 
     async def delete(self, response_id: str, key: str) -> None:
@@ -127,7 +127,7 @@ class Shelf:
         if self.path is not None:
             found = await self._do(lambda store: store.conversations.get(name, key, time.time()))
         if found is None:
-            raise HttpError(404, f"{param}: there is no conversation {name[:80]!r}", param, "not_found_error")
+            raise HttpError(404, f"{param}: there is no conversation {name[:80]!r}", param)
         return found
 
     async def items(self, name: str) -> list[dict[str, Any]]:

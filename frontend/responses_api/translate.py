@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from meshlm.frontend.http.answer_fields import REFUSED_RESPONSES
 from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import parse
-from meshlm.frontend.openai.answer_fields import REFUSED_RESPONSES
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, SamplingFields
 from meshlm.frontend.requests.generation import Backend

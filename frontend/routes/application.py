@@ -17,20 +17,20 @@ from starlette.routing import Route
 from meshlm.frontend.dashboard.routes import DashboardRoutes
 from meshlm.frontend.http import bodies, endpoint
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
 from meshlm.frontend.http.web_pages import WebPages
 from meshlm.frontend.messages.routes import MessageRoutes
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai import schema
-from meshlm.frontend.operator.routes import OperatorRoutes
 from meshlm.frontend.rendering.routes import Rendering
 from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.requests.generative_scoring import Scoring
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.frontend.responses_api.conversations import ConversationRoutes
 from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
-from meshlm.frontend.routes.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
-from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.routes.operator_routes import OperatorRoutes
 from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.routes.text_routes import InformationRoutes, TextRoutes, text_route
 from meshlm.frontend.speech.routes import SpeechRoutes
@@ -51,7 +51,7 @@ INVOCATIONS = (
 )
 # Where the fields are input or messages: by what the model does unasked.
 PATH_OF_TASK = {"embed": "/v1/embeddings", "classify": "/classify"}
-Handler = Callable[[Request], Awaitable[HttpResponse | None]]
+Handler = Callable[[Request], Awaitable[HttpResponse]]
 
 
 class Application:
@@ -145,7 +145,7 @@ class Application:
         parameters=NAMED[:2],
         group=Group.VECTORS,
     )
-    async def invocations(self, request: Request) -> HttpResponse | None:
+    async def invocations(self, request: Request) -> HttpResponse:
         async with self.reader.body(request) as raw:
             fields = bodies.fields_of(raw)
         handlers = {operation.path: handler for operation, handler in self._handlers}

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from meshlm.frontend.http.answer_fields import GROUPS, NEEDLESS
+from meshlm.frontend.http.operation import EVENTS, Operation, Parameter
 from meshlm.frontend.http.web_pages import HEADERS, source
-from meshlm.frontend.openai.answer_fields import GROUPS, NEEDLESS
-from meshlm.frontend.routes.operation import EVENTS, Operation, Parameter
 from meshlm.frontend.routes.request_schema import Served, refine
 from meshlm.runtime.api_keys import ADMIN
 

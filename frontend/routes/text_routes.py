@@ -8,14 +8,14 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
+from meshlm.frontend.http.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, Parameter, route
 from meshlm.frontend.observe import information
 from meshlm.frontend.openai import limits, prompts, schema
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai.response_fields import model_card
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.requests.generation import Backend, Generation
-from meshlm.frontend.routes.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, Parameter, route
-from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, Tokenize
 from meshlm.protocol.wire.columns import pack_i32
 
@@ -29,24 +29,23 @@ class TextRoutes:
         self._backend, self._generation, self._reader = backend, generation, reader
 
     @text_route("/v1/chat/completions", "Answer a conversation.", responses.ChatCompletionResponse, schema.ChatRequest)
-    async def chat(self, request: Request) -> HttpResponse | None:
+    async def chat(self, request: Request) -> HttpResponse:
         read = await self._reader.read(request, self._reader.chat)
-        return await self._generation.answer(request, *read, "chatcmpl-")
+        return await self._generation.answer(request, read, "chatcmpl-")
 
     @text_route("/v1/completions", answers=responses.CompletionResponse, body=schema.CompletionRequest)
-    async def completions(self, request: Request) -> HttpResponse | None:
+    async def completions(self, request: Request) -> HttpResponse:
         """Complete one prompt or several."""
         read = await self._reader.read(request, self._reader.completion)
-        return await self._generation.answer(request, *read, "cmpl-")
+        return await self._generation.answer(request, read, "cmpl-")
 
     @route("/tokenize", answers=responses.TokenizeResponse, body=schema.TokenizeRequest)
-    async def tokenize(self, request: Request) -> HttpResponse | None:
+    async def tokenize(self, request: Request) -> HttpResponse:
         """The token ids of a prompt or of a conversation."""
         body, unknown, prompt = await self._reader.read(request, self._tokenize)
         self._backend.observer.ignored(unknown, request.url.path)
         question = Tokenize(self._backend.requests.new_handle(), prompt, bool(body.return_token_strs))
-        if (reply := await self._reader.ask(request, question)) is None:
-            return None
+        reply = await self._reader.ask(request, question)
         ids = memoryview(reply.token_ids).cast("i").tolist()
         strings = list(reply.strings) if body.return_token_strs else None
         counts = {"count": len(ids), "max_model_len": reply.max_model_len}
@@ -61,12 +60,10 @@ class TextRoutes:
         return body, unknown, prompt
 
     @route("/detokenize", "The text of token ids.", responses.DetokenizeResponse, schema.DetokenizeRequest)
-    async def detokenize(self, request: Request) -> HttpResponse | None:
+    async def detokenize(self, request: Request) -> HttpResponse:
         unknown, ids = await self._reader.read(request, self._detokenize)
         self._backend.observer.ignored(unknown, request.url.path)
-        question = Detokenize(self._backend.requests.new_handle(), ids)
-        if (reply := await self._reader.ask(request, question)) is None:
-            return None
+        reply = await self._reader.ask(request, Detokenize(self._backend.requests.new_handle(), ids))
         return json_response({"prompt": reply.text})
 
     def _detokenize(self, request: Request, raw: bytes) -> tuple[tuple[str, ...], bytes]:

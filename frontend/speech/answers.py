@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.http.errors import error_object
+from meshlm.frontend.http.operation import SRT, TEXT, VTT
 from meshlm.frontend.http.retry import Progress
-from meshlm.frontend.openai.responses import AnswerHead, Json, Response, WholeResponse
-from meshlm.frontend.routes.operation import SRT, TEXT, VTT
+from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, Response, WholeResponse, data_event
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
@@ -24,7 +23,6 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 TIMES = re.compile(r"<\|\d+\.\d\d\|>")  # a token that is a time, where it is shown
 NO_SPACES = ("ja", "lo", "my", "th", "yue", "zh")  # languages that write words without spaces between them
 _encode = msgspec.json.Encoder().encode
-_DONE = b"data: [DONE]\n\n"
 _OBJECTS = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
 
 
@@ -254,7 +252,7 @@ class SpeechStream(Response):
         frame = {"type": kind, **extra, **self.frame(_OBJECTS[self._transcription.task], choices)}
         if usage is not None:
             frame["usage"] = usage
-        return b"data: " + _encode(frame) + b"\n\n"
+        return data_event(frame)
 
     def _usage_so_far(self) -> Json | None:
         return self._tokens() if self.options.continuous_usage else None
@@ -269,13 +267,12 @@ class SpeechStream(Response):
     def last_events(self) -> bytes:
         """The whole text with the usage, or the error; then [DONE]. In vLLM's way the usage is in a chunk without choices."""
         if self.error is not None:
-            error = error_object(self.error.message, self.error.kind, self.error.param, self.error.status)
-            return b"data: " + _encode(error) + b"\n\n" + _DONE
+            return data_event(self.error.response()) + DONE
         last, before = [_choice("", self._finish())], b""
         if self.options.include_usage:
             before = self._event("transcript.text.delta", last, {"delta": ""}, self._usage_so_far())
             last = []
-        return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + _DONE
+        return before + self._event("transcript.text.done", last, {"text": "".join(self._told)}, self._tokens()) + DONE
 
     def _finish(self) -> Finished:
         """The end of the last chunk, or of one that its length ended."""

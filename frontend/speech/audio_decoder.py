@@ -30,7 +30,7 @@ WALL_S = 300.0
 def not_installed(package: str) -> HttpError:
     """The answer where a package of the extra `audio` is missing, which servers of other models do without."""
     text = f"audio need {package}, which is not installed at the server: {how_to_install('audio')}"
-    return HttpError(500, text, kind="internal_error")
+    return HttpError(500, text)
 
 
 class AudioDecoder:

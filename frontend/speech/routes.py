@@ -7,7 +7,6 @@ does not say the language, a step before it finds that.
 import asyncio
 import hashlib
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -15,14 +14,13 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import retry
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.messages.routes import refuse_last_id
+from meshlm.frontend.http.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.admission import name_of
 from meshlm.frontend.requests.beams import Step
-from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.routes.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
-from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.requests.generation import Backend, Form, Generation, ReadRequest
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.frontend.speech import parse, schema
 from meshlm.frontend.speech.answers import SpeechResponse, SpeechStream
 from meshlm.frontend.speech.audio_decoder import AudioDecoder
@@ -42,15 +40,6 @@ clip_route = partial(
 )
 
 
-class Asked(NamedTuple):
-    """One request: what the mesh is asked, of which audio, the model's name, and whether it may come again."""
-
-    parsed_request: ParsedRequest
-    transcription: Transcription
-    model: str
-    idempotency_key: retry.IdempotencyKey | None
-
-
 class SpeechRoutes:
     routes = OfClass(Group.SPEECH)
 
@@ -63,31 +52,27 @@ class SpeechRoutes:
     @clip_route(
         "/v1/audio/transcriptions", "Write down what is said in an audio clip.", body=schema.TranscriptionRequest
     )
-    async def transcriptions(self, request: Request) -> HttpResponse | None:
+    async def transcriptions(self, request: Request) -> HttpResponse:
         return await self._answer(request, "transcribe")
 
     @clip_route(
         "/v1/audio/translations", "Write down in English what is said in an audio clip.", body=schema.TranslationRequest
     )
-    async def translations(self, request: Request) -> HttpResponse | None:
+    async def translations(self, request: Request) -> HttpResponse:
         return await self._answer(request, "translate")
 
-    async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse | None:
+    async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse:
         async with self._reader.body(request, is_json=False) as raw, self._decoders:
             name = name_of(request.url.path, raw)
             async with self._backend.poison.turn(name):
-                asked = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)
-        transcription, prepare = asked.transcription, None
-        if not transcription.language:
-            prepare = partial(self._with_language, transcription)
-        made = Form(
-            partial(SpeechResponse, transcription=transcription),
-            partial(SpeechStream, transcription=transcription),
-            before_start=prepare,
-        )
+                of_body = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)
+        read, transcription = of_body
+        prepare = None if transcription.language else partial(self._with_language, transcription)
+        whole, stream = (partial(form, transcription=transcription) for form in (SpeechResponse, SpeechStream))
         try:
-            of_request = (asked.parsed_request, asked.model, asked.idempotency_key)
-            return await self._generation.answer(request, *of_request, PREFIXES[task], made)
+            return await self._generation.answer(
+                request, read, PREFIXES[task], Form(whole, stream, before_start=prepare)
+            )
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, parse.FILE, error.kind) from None
@@ -102,11 +87,11 @@ class SpeechRoutes:
         transcription.language = await find_language(self._backend, parsed_request, *of_request)
         return parsed_request.with_mesh(prompts=transcription.prompts())
 
-    def _read(self, request: Request, raw: bytes, task: SpeechTask) -> Asked:
-        """What the body asks for. It changes nothing here."""
+    def _read(self, request: Request, raw: bytes, task: SpeechTask) -> tuple[ReadRequest, Transcription]:
+        """What the body asks for, and of which audio. It changes nothing here."""
         resolved, server = self._backend.resolved, self._backend.config.server
         fields = parse.fields_of(parse.read_form(request.headers.get("content-type", ""), raw), LISTS)
-        refuse_last_id(request.headers.get(retry.LAST_ID, ""))
+        retry.refuse_last_id(request.headers.get(retry.LAST_ID, ""))
         # Told from others by its fields, with the file's digest: not by what only divides the parts of the body.
         digest = hashlib.sha256(fields.get(parse.FILE, b"")).hexdigest()
         idempotency_key = self._reader.idempotency_key(request, msgspec.json.encode({**fields, parse.FILE: digest}))
@@ -117,7 +102,8 @@ class SpeechRoutes:
             text = f"file: {len(body.file)} bytes; at most {server.max_audio_bytes} are taken (--max-audio-bytes)"
             raise HttpError(413, text, parse.FILE)
         transcription.cut(self._decoder.decode(body.file))
-        return Asked(parse.asked(body, unknown, transcription, resolved, server), transcription, model, idempotency_key)
+        parsed_request = parse.asked(body, unknown, transcription, resolved, server)
+        return ReadRequest(parsed_request, model, idempotency_key), transcription
 
 
 async def find_language(

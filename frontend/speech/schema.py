@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from meshlm.frontend.http.answer_fields import ANSWER
 from meshlm.frontend.openai import schema as openai
-from meshlm.frontend.openai.answer_fields import ANSWER
 
 ResponseFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 SpeechTask = Literal["transcribe", "translate"]

@@ -43,7 +43,6 @@ class VectorsResponse(Response):
                 self.ended()
 
     def body(self) -> bytes:
-        """The answer; call after the end, when `error` is None."""
         return self._write(self)
 
     def vectors(self) -> "list[array[float]]":

@@ -34,7 +34,7 @@ def spec_of(resolved: Resolved, task: PoolingTask | None = None) -> PoolingSpec:
     """What the server's vectors are. HttpError where it has none, or has no such task."""
     spec = resolved.pooling
     if spec is None:
-        raise HttpError(404, "this server gives text, and no vectors (--runner pooling)", kind="not_found_error")
+        raise HttpError(404, "this server gives text, and no vectors (--runner pooling)")
     if task is not None and task not in spec.tasks:
         text = f"the model does not support the task {task!r}; it has {', '.join(map(repr, spec.tasks))}"
         raise HttpError(400, text, "task")

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.requests.generation import Backend, Form, Generation
-from meshlm.frontend.routes.operation import NAMED, Group, OfClass, route
-from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.requests.generation import Backend, Form, Generation, ReadRequest
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.frontend.vectors import answers, parse, schema
 from meshlm.frontend.vectors.answers import VectorsResponse
 from meshlm.protocol.config import MeshConfig
@@ -94,11 +94,8 @@ _READERS: dict[str, tuple[type[Struct], str, Callable[..., tuple[ParsedRequest, 
 }
 
 
-async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any]) -> Asked | None:
-    """Inputs longer than the context, as parts that fit (enable_chunked_processing). None when the client left meanwhile.
-
-    ask: gives the answer of a detokenizer, or None.
-    """
+async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Awaitable[TokenizeReply]]) -> Asked:
+    """Inputs longer than the context, as parts that fit (enable_chunked_processing). `ask` gives the answer of a detokenizer."""
     spec, longest = _spec(backend.config), backend.resolved.max_model_len
     keep = asked.parsed_request.mesh.text.truncate_prompt_tokens
     if not spec.chunks or keep or asked.prefix != "embd-":
@@ -107,11 +104,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Any
     parts: list[int] = []
     for prompt in asked.parsed_request.mesh.prompts:
         if not isinstance(prompt, TokenPrompt) and num_bytes_of(prompt) + MARGIN > longest:
-            reply = await ask(Tokenize(backend.requests.new_handle(), prompt))
-            if reply is None:
-                return None
-            assert isinstance(reply, TokenizeReply)
-            prompt = TokenPrompt(reply.token_ids)
+            prompt = TokenPrompt((await ask(Tokenize(backend.requests.new_handle(), prompt))).token_ids)
         ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
         if spec.max_embed_len and len(ids) > max(spec.max_embed_len, longest):
             text = f"input: {len(ids)} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)"
@@ -141,16 +134,15 @@ class VectorRoutes:
     @route("/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
     @route("/v1/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
     @route("/v2/rerank", "Documents, the best for a query first.", schema.RerankResponse, schema.RerankRequest)
-    async def vectors(self, request: Request) -> HttpResponse | None:
+    async def vectors(self, request: Request) -> HttpResponse:
         asked = await self._reader.read(request, self._read)
         model = self._reader.check_model(asked.model)
         whole = await in_parts(asked, self._backend, partial(self._reader.ask, request))
-        if whole is None:
-            return None
-        return await self._generation.answer(request, whole.parsed_request, model, None, whole.prefix, whole.form())
+        read = ReadRequest(whole.parsed_request, model)
+        return await self._generation.answer(request, read, whole.prefix, whole.form())
 
     @route("/pooling", "Vectors of texts or of their tokens, or scores.", schema.PoolingResponse, schema.PoolingRequest)
-    async def pooling(self, request: Request) -> HttpResponse | None:
+    async def pooling(self, request: Request) -> HttpResponse:
         """Vectors, or what a plug-in makes of data and of them."""
         async with self._reader.body(request) as raw:
             has_data = bodies.fields_of(raw).get("data") is not None
@@ -160,7 +152,8 @@ class VectorRoutes:
         read_inputs = partial(self._read, request)
         asked, answer = await asyncio.to_thread(read_data, raw, self._backend.io_processor, read_inputs)
         model = self._reader.check_model(asked.model)
-        return await self._generation.answer(request, asked.parsed_request, model, None, asked.prefix, answer.form())
+        read = ReadRequest(asked.parsed_request, model)
+        return await self._generation.answer(request, read, asked.prefix, answer.form())
 
     def _read(self, request: Request, raw: bytes) -> Asked:
         return read(request.url.path, raw, self._reader.longest, self._backend.config)

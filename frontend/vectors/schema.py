@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from meshlm.frontend.openai.answer_fields import PROMPT, VECTORS
+from meshlm.frontend.http.answer_fields import PROMPT, VECTORS
 from meshlm.frontend.openai.schema import MAX_TOKENS, RequestName
 from meshlm.protocol.pooling import PoolingTask
 

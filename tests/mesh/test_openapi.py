@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from serving import Serving, serving
 
-from meshlm.frontend.openai.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
+from meshlm.frontend.http.answer_fields import OF_ANSWER, OF_PROMPT, OF_VECTORS
+from meshlm.frontend.http.operation import Group
 from meshlm.frontend.openai.schema import MAX_TOKENS
 from meshlm.frontend.openai.structured import PLAIN
 from meshlm.frontend.routes.application import OPERATIONS, served
-from meshlm.frontend.routes.operation import Group
 
 pytestmark = pytest.mark.mesh
 

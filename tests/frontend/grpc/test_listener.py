@@ -9,8 +9,8 @@ import pytest
 
 from meshlm.frontend.grpc.listener import CallGate, scope_of
 from meshlm.frontend.grpc.servicer import NAME
-from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime.api_keys import ADMIN, INFERENCE, ApiKeys
 

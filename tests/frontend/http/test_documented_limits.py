@@ -7,9 +7,9 @@ import pytest
 from meshlm.detokenizer import admission, keyed
 from meshlm.detokenizer import io as detokenizer
 from meshlm.frontend.grpc import listener as incoming
-from meshlm.frontend.http import bodies, budget, connection
+from meshlm.frontend.http import bodies, connection
 from meshlm.frontend.openai import limits, prompts, sampling_params, schema
-from meshlm.frontend.requests import pacing
+from meshlm.frontend.requests import budget, pacing
 from meshlm.frontend.speech import routes as speech
 from meshlm.protocol.config import SchedulerConfig, ServerConfig
 from meshlm.protocol.wire import channels

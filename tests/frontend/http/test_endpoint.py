@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from meshlm.frontend.http.endpoint import Endpoint
 
@@ -22,8 +23,8 @@ async def cut_off(*, started: bool) -> list[Any]:
         waits.set()
         await asyncio.get_running_loop().create_future()
 
-    async def read(request: Request) -> None:
-        await request.body()
+    async def read(request: Request) -> Response:
+        return Response(await request.body())
 
     scope: Any = {"type": "http", "method": "POST", "path": "/", "headers": []}
     task = asyncio.create_task(Endpoint(read, None)(scope, receive, send))

@@ -14,8 +14,8 @@ from parsing import RESOLVED
 from waiting import until
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.budget import RateLimits
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai import limits
 from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application

@@ -9,7 +9,7 @@ import pytest
 from route_groups import OPERATIONS, SPEECH, VECTORS
 from scripted import Scripted
 
-from meshlm.frontend.http.budget import RateLimits
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.routes.application import PATHS
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply

@@ -146,7 +146,7 @@ VLLM |= {"chat_template_kwargs"}
 async def test_no_field_of_the_clients_is_ignored_in_silence(backend: Scripted) -> None:
     from anthropic.types import message_count_tokens_params, message_create_params
 
-    from meshlm.frontend.openai.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
+    from meshlm.frontend.http.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
 
     known = NEEDLESS.keys() | OF_ANSWER.keys() | OF_PROMPT.keys()
     names = VLLM | set(message_create_params.MessageCreateParamsStreaming.__annotations__)

@@ -16,7 +16,7 @@ from request_fields import names
 from scripted import Scripted
 from whole_and_streamed import both
 
-from meshlm.frontend.openai.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
+from meshlm.frontend.http.answer_fields import NEEDLESS, OF_ANSWER, OF_PROMPT
 from meshlm.frontend.responses_api.schema import ResponsesRequest
 
 Json = dict[str, Any]

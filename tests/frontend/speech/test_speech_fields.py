@@ -22,8 +22,8 @@ from audio_clips import (
 from numpy.typing import NDArray
 from request_fields import names
 
+from meshlm.frontend.http.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.answer_fields import NEEDLESS as NEEDLESS_ANYWHERE
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import submits
 from meshlm.frontend.speech import parse

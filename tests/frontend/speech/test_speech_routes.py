@@ -275,7 +275,7 @@ async def test_a_large_sound_is_no_json() -> None:
 
 async def test_what_has_no_room_is_the_file() -> None:
     backend = Speaking()
-    backend._budget.max_bytes = 100_000
+    backend.budget.max_bytes = 100_000
     error = (await post(backend, {"language": "de"}, status=400)).json()["error"]
     assert (error["param"], "--max-concurrent-bytes" in error["message"]) == ("file", True)
 

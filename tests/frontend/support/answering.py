@@ -65,7 +65,7 @@ def filled(answer: Kind, num_prompts: int = 1) -> Kind:
     n = answer.parsed_request.mesh.num_choices
     for index in range(num_prompts * n):
         submit = Submit((Handle(index + 1),), (RequestId(str(index)),), TextPrompt(PROMPT_TEXT), SamplingParams())
-        answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))  # type: ignore[arg-type]
+        answer.choices.append(Choice(answer, index, index // n, submit, Handle(index + 1)))
     for choice in answer.choices[::n]:
         answer.accepted(choice, Accepted((choice.handle,), 2, pack_i32(PROMPT_IDS), PROMPT_TEXT, FIRST_TEXT))
     return answer

@@ -1,8 +1,8 @@
 """The routes by the servers that have them."""
 
+from meshlm.frontend.http.operation import Group, Operation
 from meshlm.frontend.routes.application import OPERATIONS as ALL
 from meshlm.frontend.routes.application import served
-from meshlm.frontend.routes.operation import Group, Operation
 
 OPERATIONS = served(documentation=False, development=False)  # of a server that writes text
 

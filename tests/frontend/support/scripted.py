@@ -11,12 +11,12 @@ from parsing import RESOLVED
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
-from meshlm.frontend.http.budget import Budget, RateLimits
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks
 from meshlm.frontend.requests.admission import PoisonBodies
+from meshlm.frontend.requests.budget import Budget
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
@@ -78,7 +78,7 @@ class Scripted:
         self.answers: list[Response] = []
         self.ignored_fields: tuple[str, ...] = ()
         self.questions = list[Tokenize]()
-        self._budget = Budget(1 << 30)
+        self.budget = Budget(1 << 30)
         self.refusals: list[str] = []  # by reason
         self._handle = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,12 +110,6 @@ class Scripted:
 
     async def wait_serving(self) -> str:
         return ""
-
-    def admit(self, ask: ParsedRequest) -> int:
-        return self._budget.open(ask)
-
-    def release(self, cost: int) -> None:
-        self._budget.close(cost)
 
     def new_handle(self) -> Handle:
         self._handle += 1

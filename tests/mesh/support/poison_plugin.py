@@ -49,7 +49,7 @@ def arm() -> None:
     """In each process that a plug-in is run in: what it is, its command line says."""
     role = " ".join(sys.argv).partition("--identity ")[2].partition("/")[0]
     if role == "frontend":
-        from meshlm.frontend.routes.request_reader import RequestReader
+        from meshlm.frontend.requests.request_reader import RequestReader
 
         wanted = f'"prompt":[{POISON},{KILLS.index(role)}'.encode()
         kill = struct.pack("<ii", POISON, KILLS.index(role))

@@ -19,9 +19,9 @@ from request_fields import (
 )
 
 from meshlm.frontend.http import bodies
+from meshlm.frontend.http.answer_fields import ASKS_FOR_NOTHING, GROUPS, NEEDLESS, OF_ANSWER, OF_PROMPT
 from meshlm.frontend.http.errors import NOT_SERVED, HttpError
 from meshlm.frontend.messages.schema import MessagesRequest
-from meshlm.frontend.openai.answer_fields import ASKS_FOR_NOTHING, GROUPS, NEEDLESS, OF_ANSWER, OF_PROMPT
 from meshlm.frontend.openai.schema import (
     ChatRequest,
     CompletionRequest,

@@ -9,9 +9,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from meshlm.frontend.http.errors import STATUS
+from meshlm.frontend.http.errors import STATUS, ErrorResponse
 from meshlm.frontend.http.retry import KEY, LAST_ID, MAX_KEY_LENGTH
-from meshlm.frontend.openai import response_schema as responses
 from meshlm.runtime.api_keys import ADMIN, INFERENCE
 
 TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", "text/html; charset=utf-8"
@@ -72,7 +71,7 @@ class OfClass(NamedTuple):
     parameters: tuple[Parameter, ...] = ()
 
 
-Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response | None]])
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
 class Operation(Struct, frozen=True):
@@ -90,7 +89,7 @@ class Operation(Struct, frozen=True):
     plain_errors: tuple[int, ...] = ()  # statuses whose body is text
     is_open: bool = False  # needs no key
     is_probe: bool = False  # load balancers ask by names of their own; there is no data in it
-    error: type[Struct] = responses.ErrorResponse
+    error: type[Struct] = ErrorResponse
     is_form: bool = False
     texts: tuple[str, ...] = ()  # content types that the answer has instead, where they are asked for
     group: Group = Group.OF_CLASS

@@ -4,34 +4,25 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar, overload
+from typing import TypeVar, overload
 
 from starlette.requests import Request
 
 from meshlm.frontend.http import bodies, retry
-from meshlm.frontend.http.budget import num_tokens
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.http.server import ByteBudget
 from meshlm.frontend.openai import limits, parse
-from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.requests.admission import name_of
-from meshlm.frontend.requests.generation import Backend, unless_disconnected
+from meshlm.frontend.requests.budget import num_tokens
+from meshlm.frontend.requests.generation import Backend, ReadRequest, unless_disconnected
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, Tokenize, TokenizeReply
 from meshlm.runtime.process import in_hand
 
 Parsed = TypeVar("Parsed")
 BODIES = "this server is reading as many bytes of bodies as it may (--max-incoming-bytes)"
 FREE_BODY_BYTES = 64 << 10  # a body's first bytes do not count: small requests are served beside large ones
-
-
-class ReadRequest(NamedTuple):
-    """A body that was read: the request, the model's name, and the key by which it may come again."""
-
-    parsed_request: ParsedRequest
-    model: str
-    idempotency_key: IdempotencyKey | None
 
 
 class RequestReader:
@@ -70,7 +61,7 @@ class RequestReader:
                     raise HttpError(413, message)
                 if size > FREE_BODY_BYTES:
                     if not self._incoming.take(len(chunk)):
-                        raise HttpError(503, BODIES, kind="overloaded_error")
+                        raise HttpError(503, BODIES)
                     held += len(chunk)
                 chunks.append(chunk)
                 if is_json and size - len(chunk) < bodies.BEGINNINGS[0] <= size:
@@ -99,7 +90,7 @@ class RequestReader:
         names = self._backend.resolved.served_names
         if model and model not in names:  # an empty name is none, as for vLLM
             text = f"The model `{model}` does not exist; this server has: {', '.join(names)}"
-            raise HttpError(404, text, "model", "not_found_error")
+            raise HttpError(404, text, "model")
         return model or names[0]
 
     def completion(self, request: Request, raw: bytes) -> ReadRequest:
@@ -120,13 +111,12 @@ class RequestReader:
         return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
 
     @overload
-    async def ask(self, request: Request, question: Tokenize) -> TokenizeReply | None: ...
+    async def ask(self, request: Request, question: Tokenize) -> TokenizeReply: ...
     @overload
-    async def ask(self, request: Request, question: Detokenize) -> DetokenizeReply | None: ...
-    async def ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply | None:
-        """The tokenizer's answer; None when the client left before."""
-        if (reply := await unless_disconnected(request, self._backend.requests.ask(question))) is None:
-            return None
+    async def ask(self, request: Request, question: Detokenize) -> DetokenizeReply: ...
+    async def ask(self, request: Request, question: Tokenize | Detokenize) -> TokenizeReply | DetokenizeReply:
+        """The tokenizer's answer. ClientDisconnect when the client leaves before."""
+        reply = await unless_disconnected(request, self._backend.requests.ask(question))
         if reply.error:
             raise HttpError.of_kind(reply.kind, reply.error, reply.param)
         if not self._counts_with_answer(request.url.path):

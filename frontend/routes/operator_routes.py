@@ -10,13 +10,13 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
+from meshlm.frontend.http.operation import Group, OfClass, Parameter, route, switch
 from meshlm.frontend.observe import information
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai import schema
 from meshlm.frontend.operator import mesh_operations as operations
 from meshlm.frontend.requests.generation import Backend
-from meshlm.frontend.routes.operation import Group, OfClass, Parameter, route, switch
-from meshlm.frontend.routes.request_reader import RequestReader
+from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.runtime.api_keys import ADMIN
 
 _TRACES = (404, 409, 503, 504)
