@@ -1,4 +1,6 @@
-"""Prompt lookup (Saxena 2023, "Prompt Lookup Decoding"): what followed the last tokens of a row where they stood before in its text."""
+"""Prompt lookup: a row's last tokens are looked for earlier in the row, and what followed them there is the draft. It is good where an
+answer repeats its prompt: edits, quotes, code. There is no index: numpy scans the row at each step.
+"""
 
 import numpy as np
 
@@ -6,43 +8,50 @@ from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.speculative.drafter import Drafts, no_drafts
 
+FEW = 64  # places that are compared with all tokens at once
+
+
+def earlier_places(known: I32, longest: int) -> tuple[int, I64]:
+    """How many of a row's last tokens, `longest` at the most, stand together earlier in it (the two may overlap); and all places where
+    they do: the index behind them, ascending."""
+    last = len(known) - 1
+    ends: I64 = np.flatnonzero(known[: max(0, last)] == known[last:])
+    length = int(len(ends) > 0)
+    while len(ends) > FEW and length < longest:
+        further = ends[int(ends[0] < length) :]  # the first may be too near to the row's begin; no other is as near
+        further = further[known[further - length] == known[last - length]]
+        if not len(further):
+            return length, ends + 1
+        ends, length = further, length + 1
+    back = np.arange(length, min(longest, last + 1))
+    at = ends[:, None] - back
+    lengths = np.logical_and.accumulate((known[at] == known[last - back]) & (at >= 0), axis=1).sum(1)
+    more = int(lengths.max(initial=0))
+    return length + more, ends[lengths == more] + 1
+
 
 class NgramDrafter:
-    """See `Drafter`. The longest run of last tokens, of `longest` down to `shortest`, that stands earlier in the row; of several places
-    the first."""
-
     def __init__(self, tokens: I32, shortest: int, longest: int) -> None:
-        self._tokens, self._lengths = tokens, range(longest, shortest - 1, -1)
+        """tokens [rows, width]: of all rows. A match has from `shortest` to `longest` ones (prompt_lookup_min, prompt_lookup_max)."""
+        self._tokens, self._shortest, self._longest = tokens, shortest, longest
 
     def reset(self) -> None:
-        """It learns nothing."""
+        """Nothing is kept."""
 
     def add_row(self, new: NewRow) -> None:
-        """Its tokens are all that is asked for."""
+        """Nothing is kept."""
 
     def remove_row(self, row: int, num_known: int) -> None:
-        """Likewise."""
+        """Nothing is kept."""
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         drafts = no_drafts(most)
-        for nth, (row, length, count) in enumerate(zip(rows.tolist(), lens.tolist(), most.tolist(), strict=True)):
-            if (begin := self._behind_match(self._tokens[row, :length])) is not None:
-                found = self._tokens[row, begin : min(begin + count, length)]
-                drafts.tokens[nth, : len(found)] = found
-                drafts.counts[nth] = len(found)
+        for nth, (row, num_known, limit) in enumerate(zip(rows.tolist(), lens.tolist(), most.tolist(), strict=True)):
+            if limit <= 0:
+                continue
+            known = self._tokens[row, :num_known]
+            length, places = earlier_places(known, self._longest)
+            if length >= self._shortest:
+                found = known[places[0] : places[0] + limit]
+                drafts.tokens[nth, : len(found)], drafts.counts[nth] = found, len(found)
         return drafts
-
-    def _behind_match(self, text: I32) -> int | None:
-        """Where the text goes on behind the place that is like its end."""
-        ends = np.flatnonzero(text[:-1] == text[-1]) if len(text) else np.empty(0, np.int64)  # of the last token
-        best: int | None = None
-        for length in range(1, self._lengths.start + 1):
-            if not len(ends):
-                break
-            if length in self._lengths:
-                best = int(ends[0]) + 1
-            if length >= len(text):
-                break
-            ends = ends[ends >= length]
-            ends = ends[text[ends - length] == text[-1 - length]]
-        return best
