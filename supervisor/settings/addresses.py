@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig, NetworkConfig, Node, ParallelConfig
 from meshlm.runtime.mesh import tcp
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.errors import StartError, raised_as
 from meshlm.supervisor.settings.placement import local_ranks, node_index
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -65,10 +65,8 @@ def _node_id(run_dir: str) -> str:
 
 
 def _resolved(flag: str, host: str, port: int) -> str:
-    try:
+    with raised_as(StartError, OSError, of=f"{flag}: {host}"):
         return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise StartError(f"{flag}: {host}: {error.strerror or error}") from None
 
 
 def own_address(listen: str, join: str) -> str:
@@ -78,10 +76,8 @@ def own_address(listen: str, join: str) -> str:
     host, port = tcp.parse(join)
     address = _resolved(f"--join {join}", host, port)
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+        with raised_as(StartError, OSError, of=f"--join {join}"):
             probe.connect((address, port))
-        except OSError as error:
-            raise StartError(f"--join {join}: {os.strerror(error.errno or 0)}") from None
         return str(probe.getsockname()[0])
 
 
@@ -97,10 +93,8 @@ def _claim(flag: str, address: str, port: int) -> None:
     """StartError when the port cannot be bound; it is bound for good a moment later."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+        with raised_as(StartError, OSError, of=f"{flag}: {address}, port {port}"):
             probe.bind((address, port))
-        except OSError as error:
-            raise StartError(f"{flag}: {address}, port {port}: {os.strerror(error.errno or 0)}") from None
 
 
 def ranks_over_nodes(parallel: ParallelConfig) -> list[int]:

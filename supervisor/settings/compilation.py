@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.engine import WorkerConfig
 from meshlm.runtime import graph_sizes
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 
 FLAG = "--compilation-config"
 MODES = get_args(get_args(get_type_hints(WorkerConfig, include_extras=True)["cudagraph_mode"])[0])
@@ -21,17 +21,15 @@ _WHOLE_MODES = {
     "FULL_AND_PIECEWISE": "it is taken as FULL: steps with prompts are captured whole, too",
 }
 _OF_GRAPHS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+_ONE_FUNCTION = "--compile inductor has one function for any number of tokens"
 _WHOLE = "steps are captured whole, attention too (docs/adr/0004); leave it out"
 # Key -> values that ask for what is the case anyway, and why others are refused.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "backend": (("", "inductor"), "there are inductor and eager; --compile is the setting"),
     "splitting_ops": ((None,), _WHOLE),
     "use_inductor_graph_partition": ((None, False), _WHOLE),
-    "compile_sizes": (
-        (None, []),
-        "--compile inductor has one function for any number of tokens, and one for one token",
-    ),
-    "compile_ranges_endpoints": ((None, []), "--compile inductor has one function for any number of tokens"),
+    "compile_sizes": ((None, []), f"{_ONE_FUNCTION}, and one for one token"),
+    "compile_ranges_endpoints": ((None, []), _ONE_FUNCTION),
     "custom_ops": (([],), "--compile inductor takes torch's operations, --compile none our kernels"),
     "pass_config": (({},), "what can be fused is fused by our kernels"),
     "inductor_passes": (({},), "torch's own passes are run alone"),
@@ -40,10 +38,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "cudagraph_num_of_warmups": ((0, 1), "each kernel is launched once before a capture"),
     "debug_dump_path": ((None,), "TORCH_TRACE names a folder for tlparse (docs/profiling.md)"),
     "cache_dir": (("",), "compiled functions are kept below $XDG_CACHE_HOME/meshlm/inductor"),
-    "compile_cache_save_format": (
-        ("binary", "unpacked"),
-        "the folder of compiled functions has torch's files as they are",
-    ),
+    "compile_cache_save_format": (("binary", "unpacked"), "compiled functions are torch's files, as they are"),
     "fast_moe_cold_start": ((None,), "experts are never compiled"),
 }
 # Keys of older vLLMs, and what their values ask of cudagraph_mode; None: what is the case without it.
@@ -60,10 +55,8 @@ def settled(config: MeshConfig) -> MeshConfig:
     text = config.worker.compilation_config
     if not text:
         return config
-    try:
+    with raised_as(UsageError, ValueError, of=f"{FLAG} {text}"):
         given = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{FLAG} {text}: {error}") from None
     if isinstance(given, int) and not isinstance(given, bool):  # vLLM takes a mode alone
         given = {"mode": given}
     if not isinstance(given, dict):
@@ -77,10 +70,8 @@ def settled(config: MeshConfig) -> MeshConfig:
         if said != getattr(default, name) and said != value:
             raise UsageError(f"{FLAG}: {name} {value} is not what --{name.replace('_', '-')} says; give one of them")
     config = replace(config, worker=replace(config.worker, **changes))
-    if _asked_mode(config.worker) in NONE and config.worker.compile != "none":
-        raise UsageError(
-            f"{FLAG}: mode 0 compiles nothing, and --compile {config.worker.compile} does; give one of them"
-        )
+    if _asked_mode(config.worker) in NONE and (way := config.worker.compile) != "none":
+        raise UsageError(f"{FLAG}: mode 0 compiles nothing, and --compile {way} does; give one of them")
     return config
 
 
@@ -131,9 +122,8 @@ def check_sizes(worker: WorkerConfig, max_num_seqs: int, max_num_batched_tokens:
     if not decodes and mode != "PIECEWISE":
         found.append(f"{flag}: steps of decodes are padded to {mixed[0]} tokens; a size up to --max-num-seqs is theirs")
     if not mixed and mode != "FULL_DECODE_ONLY":
-        found.append(
-            f"{flag}: steps with prompts have no graph; one of {graph_sizes.LEAST_MIXED} tokens or more is theirs"
-        )
+        least = graph_sizes.LEAST_MIXED
+        found.append(f"{flag}: steps with prompts have no graph; one of {least} tokens or more is theirs")
     return found
 
 
@@ -163,9 +153,8 @@ def _change(key: str, value: Any) -> dict[str, Any]:
         return {} if value is None else {key: value}
     if key in OLDER:
         if not isinstance(value, bool):
-            raise UsageError(
-                f"{FLAG}: {key} {json.dumps(value)}: true or false is expected; cudagraph_mode is its newer name"
-            )
+            why = "true or false is expected; cudagraph_mode is its newer name"
+            raise UsageError(f"{FLAG}: {key} {json.dumps(value)}: {why}")
         return {} if (mode := OLDER[key][value]) is None else {"cudagraph_mode": mode}
     if key == "dynamic_shapes_config":
         return _shapes(value)

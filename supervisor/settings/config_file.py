@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from msgspec import Meta
 
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.sizes import size_parser
 
 YAML = (".yaml", ".yml")
@@ -81,10 +81,8 @@ def read_toml(file: str | None, known: Mapping[str, Setting]) -> dict[str, objec
     """Settings of a TOML file, given flat or under their section, dashes or underscores."""
     if file is None:
         return {}
-    try:
+    with raised_as(UsageError, OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, of=f"--config {file}"):
         tree = tomllib.loads(Path(file).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"--config {file}: {error}") from None
     sections = {setting.section for setting in known.values()}
     found: dict[str, object] = {}
     for key, value in tree.items():
@@ -95,10 +93,8 @@ def read_toml(file: str | None, known: Mapping[str, Setting]) -> dict[str, objec
         meta = known[name].meta
         parse = size_parser((meta.extra or {}) if meta else {})
         if isinstance(value, str) and parse is not None:
-            try:
+            with raised_as(UsageError, argparse.ArgumentTypeError, of=f"--config {file}: {name}"):
                 found[name] = parse(value)
-            except argparse.ArgumentTypeError as error:
-                raise UsageError(f"--config {file}: {name}: {error}") from None
     return found
 
 

@@ -6,13 +6,16 @@ A worker says the rest: what a GPU's kernels cannot do, or get wrong.
 import importlib.util
 import os
 import re
+from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.server import STORE_OFF
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime import io_processors, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.platforms import Platform
@@ -23,6 +26,7 @@ PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}
 COMMUNICATORS = {"cpu": "torch_gloo", "cuda": "torch_nccl"}
 EP = "--enable-expert-parallel"
+BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
 NO_FP8 = ("cpu", *PACKAGES)  # backends of attention that read a KV cache of the model's dtype
 
 
@@ -39,13 +43,41 @@ class Facts(NamedTuple):
         return self.platform.name
 
 
+def names(c: MeshConfig) -> Rules:
+    """Of a device and a backend of attention, which must be there."""
+    backend, known = c.worker.attention_backend, [*BACKENDS, *plugins.names(plugins.BACKENDS, os.environ)]
+    yield backend not in known, f"--attention-backend {backend}", f"there are {', '.join(known)}"
+    if (package := PACKAGES.get(backend)) is not None:
+        missing = package.missing()
+        yield missing, f"--attention-backend {package.flag}", missing
+    device, devices = c.worker.device, platforms.names()
+    yield device not in devices, f"--device {device}", f"there are {', '.join(devices)}"
+
+
+def processors(c: MeshConfig, *, pools: bool) -> Rules:
+    """Of classes of plug-ins. That logits processors can be imported the workers see, whose libraries they need. PluginError."""
+    if name := c.server.io_processor_plugin:
+        flag, there = f"--io-processor-plugin {name}", plugins.names(plugins.IO_PROCESSORS, os.environ)
+        yield not pools, flag, "it is for models of vectors (--runner pooling)"
+        why = f"no installed package has it; there are: {', '.join(there) or 'none'}"
+        yield not io_processors.known(name, os.environ), flag, why
+    for name in c.worker.logits_processors:
+        parts = name.replace(":", ".").split(".")
+        is_class = len(parts) > 1 and all(map(str.isidentifier, parts))
+        yield not is_class, f"--logits-processors {name}", "must be module:Class"
+
+
+def store(file: str) -> Rules:
+    """Of a file of responses, which frontends write."""
+    path = Path(file)
+    can_be = path.parent.is_dir() and not path.is_dir()
+    writes = can_be and os.access(path if path.exists() else path.parent, os.W_OK)
+    yield file not in ("", STORE_OFF) and not writes, f"--responses-store {file}", "this file cannot be written"
+
+
 def server(c: MeshConfig) -> Rules:
-    grpc = c.server.grpc
-    yield (
-        c.server.enable_auto_tool_choice and not c.server.tool_call_parser,
-        "--enable-auto-tool-choice",
-        "needs --tool-call-parser",
-    )
+    grpc, auto = c.server.grpc, c.server.enable_auto_tool_choice
+    yield auto and not c.server.tool_call_parser, "--enable-auto-tool-choice", "needs --tool-call-parser"
     detailed, endpoint = c.observability.collect_detailed_traces, c.observability.otlp_traces_endpoint
     yield detailed and not endpoint, "--collect-detailed-traces", "needs --otlp-traces-endpoint"
     missing = grpc and not importlib.util.find_spec("smg_grpc_proto")

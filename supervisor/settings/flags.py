@@ -70,23 +70,21 @@ def add_flags(parser: argparse.ArgumentParser, *, from_file: bool = False) -> No
     vllm_flags.add(parser)
     groups: dict[str, Any] = {}
     for setting in settings():
-        group = groups.get(setting.section) or groups.setdefault(
-            setting.section, parser.add_argument_group(setting.section)
-        )
-        names = [setting.flag]
+        if setting.section not in groups:
+            groups[setting.section] = parser.add_argument_group(setting.section)
+        group, names = groups[setting.section], [setting.flag]
         extra = (setting.meta.extra or {}) if setting.meta else {}
         if "short" in extra:
             names.insert(0, extra["short"])
+        hidden = {"dest": setting.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
         if setting.name == "model":
             group.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=_help(setting))
-            group.add_argument("--model", dest="model", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            group.add_argument("--model", **hidden)
             continue
         keywords = _argument(setting, extra)
-        group.add_argument(*names, dest=setting.name, default=argparse.SUPPRESS, help=_help(setting), **keywords)
+        group.add_argument(*names, **{**hidden, "help": _help(setting)}, **keywords)
         if others := list(vllm_flags.names(setting.name)):
-            group.add_argument(
-                *others, dest=setting.name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **keywords
-            )
+            group.add_argument(*others, **hidden, **keywords)
 
 
 def _help(setting: Setting) -> str:

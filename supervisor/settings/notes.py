@@ -94,10 +94,8 @@ def of_idle(config: MeshConfig, facts: Facts) -> list[str]:
 def of_halves(config: MeshConfig, max_num_seqs: int, max_num_batched_tokens: int) -> list[str]:
     """That --enable-dbo halves no step: a step of decodes has a token for each request, one with prompts up to its budget."""
     settings = config.experts
-    decode, prefill = (
-        settings.dbo_decode_token_threshold,
-        settings.prefill_threshold(config.parallel.data_parallel_size),
-    )
+    decode = settings.dbo_decode_token_threshold
+    prefill = settings.prefill_threshold(config.parallel.data_parallel_size)
     if not settings.enable_dbo or max(2, decode) <= max_num_seqs or prefill <= max_num_batched_tokens:
         return []
     return [

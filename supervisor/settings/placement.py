@@ -30,12 +30,8 @@ def own_part(parallel: ParallelConfig) -> ParallelConfig:
 
 def _balancers(p: ParallelConfig) -> Rules:
     """Who balances the load over data-parallel ranks: this mesh (internal), an outer balancer (external), or both (hybrid)."""
-    rank, size, local, first = (
-        p.data_parallel_rank,
-        p.data_parallel_size,
-        p.data_parallel_size_local,
-        p.data_parallel_start_rank,
-    )
+    rank, size = p.data_parallel_rank, p.data_parallel_size
+    local, first = p.data_parallel_size_local, p.data_parallel_start_rank
     external, hybrid = p.data_parallel_external_lb or rank is not None, p.data_parallel_hybrid_lb
     why = "not together with --data-parallel-external-lb or --data-parallel-rank"
     yield external and hybrid, "--data-parallel-hybrid-lb", why

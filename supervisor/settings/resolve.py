@@ -6,7 +6,6 @@ Torch is not imported here: `meshlm serve` must answer a wrong flag at once.
 import contextlib
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import socket
 import sys
@@ -15,34 +14,24 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from meshlm.architectures.family import Family
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.model import AUTO_LEN
-from meshlm.protocol.config.server import STORE_OFF
-from meshlm.runtime import io_processors, logits_processors, platforms, plugins
-from meshlm.runtime.attention_packages import PACKAGES
+from meshlm.runtime import logits_processors, platforms, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.mesh.messages import check_template_kwargs
 from meshlm.runtime.model_files import generation_config, model_files
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
-from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError
-from meshlm.supervisor.settings import (
-    compilation,
-    flag_rules,
-    notes,
-    parallel,
-    placement,
-    quantization,
-    speculative,
-    vectors,
-)
+from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError, raised_as
+from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization
+from meshlm.supervisor.settings import speculative, vectors
 from meshlm.supervisor.settings.rules import check
 
-BACKENDS = ("auto", "cpu", "torch", "triton", *PACKAGES)  # of attention; plug-ins add theirs
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -52,17 +41,18 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
-    try:
+    with raised_as(UsageError, plugins.PluginError):
         platform = _platform(config.worker.device)
-    except plugins.PluginError as error:
-        raise UsageError(str(error)) from None
-    pooling = vectors.pooling_of(config, files, platform.name)
-    config = msgspec.structs.replace(config, server=_with_parsers(config.server, family, pools=pooling is not None))
+    pooling = vectors.pooling_of(config, files)
+    pools = pooling is not None
+    config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
-    check(flag_rules.speech(config, facts, pools=pooling is not None))
-    check(speculative.rules(config, facts, pools=pooling is not None))
+    for table in (flag_rules.speech, speculative.rules):
+        check(table(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
-    _check_io_processor(config.server.io_processor_plugin, pools=pooling is not None)
+    with raised_as(UsageError, plugins.PluginError):
+        check(flag_rules.processors(config, pools=pools))
+        processors = logits_processors.names(config.worker.logits_processors, os.environ)
     limit = files.spec.max_position_embeddings
     longest = min(limit, pooling.max_tokens if pooling and pooling.max_tokens else limit)
     max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
@@ -97,21 +87,19 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         eos_token_ids=generation.eos_token_ids,
         speech=files.speech,
         pooling=pooling,
-        logits_processors=_logits_processors(config),
+        logits_processors=processors,
         general_plugins=bool(plugins.names(plugins.GENERAL, os.environ)),
         stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
         digest="",
     )
-    config = msgspec.structs.replace(config, resolved=resolved)
-    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
-    return msgspec.structs.replace(config, resolved=msgspec.structs.replace(resolved, digest=digest))
+    digest = hashlib.sha256(msgspec.json.encode(replace(config, resolved=resolved))).hexdigest()[:12]
+    return replace(config, resolved=replace(resolved, digest=digest))
 
 
 def for_mesh(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same for a mesh, whose detokenizers need a tokenizer; what is wrong with it they say, who read it."""
     config = resolve(config, at_most)
-    assert config.resolved is not None
-    path = Path(config.resolved.tokenizer_path)
+    path = Path(config.require_resolved().tokenizer_path)
     if config.network.headless:
         return config
     folder = path if path.is_dir() else path.parent
@@ -120,41 +108,15 @@ def for_mesh(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     return config
 
 
-def _check_io_processor(name: str, *, pools: bool) -> None:
-    if name and not pools:
-        raise UsageError(f"--io-processor-plugin {name}: it is for models of vectors (--runner pooling)")
-    try:
-        if name and not io_processors.known(name, os.environ):
-            there = ", ".join(plugins.names(plugins.IO_PROCESSORS, os.environ)) or "none"
-            raise UsageError(f"--io-processor-plugin {name}: no installed package has it; there are: {there}")
-    except plugins.PluginError as error:
-        raise UsageError(str(error)) from None
-
-
-def _logits_processors(config: MeshConfig) -> tuple[str, ...]:
-    """Their names; that they can be imported the workers see, whose libraries they need."""
-    try:
-        found = logits_processors.names(config.worker.logits_processors, os.environ)
-    except plugins.PluginError as error:
-        raise UsageError(str(error)) from None
-    for name in config.worker.logits_processors:
-        if not all(part.isidentifier() for part in name.replace(":", ".").split(".")) or "." not in name.replace(
-            ":", "."
-        ):
-            raise UsageError(f"--logits-processors {name}: must be module:Class")
-    return found
-
-
 def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_config.GenerationConfig]:
     """The model's files and its generation config, with plug-ins known before. UsageError for what cannot be read."""
-    try:
+    with raised_as(UsageError, ModelFilesError, plugins.PluginError, registry.ParserError):
         plugins.check_names(os.environ)
         plugins.run_general(os.environ)
         plugins.load_descriptions(os.environ)
         _check_parsers(config.server)
         _check_structured_outputs(config.server)
-        _check_backend(config.worker.attention_backend)
-        _check_device(config.worker.device)
+        check(flag_rules.names(config))
         files = model_files.resolve_model(
             config.model.model,
             tokenizer=config.model.tokenizer,
@@ -170,12 +132,9 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
             head_tokens=vectors.head_tokens(config),
         )
         files = quantization.as_asked(config, files)
-        generation = generation_config.chosen(
-            files.generation, config.model.generation_config, config.model.override_generation_config
-        )
+        named, overriding = config.model.generation_config, config.model.override_generation_config
+        generation = generation_config.chosen(files.generation, named, overriding)
         return files, generation_config.with_eos(generation, files.tokenizer_eos, files.spec.vocab_size)
-    except (ModelFilesError, plugins.PluginError, registry.ParserError) as error:
-        raise UsageError(str(error)) from None
 
 
 def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Platform, family: Family) -> None:
@@ -184,21 +143,16 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     check(flag_rules.server(config))
     check(flag_rules.traces(config))
     _check_template_kwargs(config.server.default_chat_template_kwargs)
-    _check_store(config.server.responses_store)
+    check(flag_rules.store(config.server.responses_store))
     for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
         check(table(config, facts))
     check(flag_rules.states(config, files.spec))
-    here = len(placement.local_ranks(config)[1])
-    try:
+    here, whole = len(placement.local_ranks(config)[1]), config.experts.enable_expert_parallel
+    with raised_as(UsageError, numa.NumaError, ValueError):
         numa.check(config, here)
         check(flag_rules.workers(config, facts))
-        environment = platforms.with_devices(config.worker.device_ids, os.environ)
-    except (numa.NumaError, ValueError) as error:
-        raise UsageError(str(error)) from None
-    whole_experts = config.experts.enable_expert_parallel
-    parallel.check(
-        config.parallel, files.spec, platform.name, here, whole_experts=whole_experts, environment=environment
-    )
+        devices = platforms.with_devices(config.worker.device_ids, os.environ)
+    parallel.check(config.parallel, files.spec, platform.name, here, whole_experts=whole, environment=devices)
 
 
 def _check_parsers(server: ServerConfig) -> None:
@@ -215,11 +169,9 @@ def _with_parsers(server: ServerConfig, family: Family, *, pools: bool) -> Serve
     calls, reasoning = family.parsers
     if calls and not pools and server.tool_call_parser in ("", calls) and server.reasoning_parser in ("", reasoning):
         parsers = {"tool_call_parser": calls, "reasoning_parser": reasoning}
-        server = msgspec.structs.replace(server, **parsers, enable_auto_tool_choice=True)
-    try:
+        server = replace(server, **parsers, enable_auto_tool_choice=True)
+    with raised_as(UsageError, registry.ParserError):
         registry.check_pair(server.tool_call_parser, server.reasoning_parser)
-    except registry.ParserError as error:
-        raise UsageError(str(error)) from None
     return server
 
 
@@ -229,23 +181,6 @@ def _check_structured_outputs(server: ServerConfig) -> None:
     except msgspec.DecodeError as error:
         hint = "; --reasoning-parser is the setting" if "reasoning_parser" in str(error) else ""
         raise UsageError(f"--structured-outputs-config {server.structured_outputs_config}: {error}{hint}") from None
-
-
-def _check_store(file: str) -> None:
-    """UsageError for a file of responses that no frontend could write."""
-    if file in ("", STORE_OFF):
-        return
-    path = Path(file)
-    if not path.parent.is_dir() or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"--responses-store {file}: this file cannot be written")
-
-
-def _check_backend(name: str) -> None:
-    known = [*BACKENDS, *plugins.names(plugins.BACKENDS, os.environ)]
-    if name not in known:
-        raise UsageError(f"--attention-backend {name}: there are {', '.join(known)}")
-    if name in PACKAGES and (missing := PACKAGES[name].missing()):
-        raise UsageError(f"--attention-backend {PACKAGES[name].flag}: {missing}")
 
 
 def _check_template_kwargs(text: str) -> None:
@@ -271,21 +206,15 @@ def _context_length(config: MeshConfig, usual: int) -> int:
 def _token_budget(config: MeshConfig, platform: Platform, max_num_seqs: int, max_model_len: int, *, whole: bool) -> int:
     """whole: prompts are computed in one step each, as encoders need it."""
     budget = config.scheduler.max_num_batched_tokens or max(platform.max_num_batched_tokens, max_num_seqs)
+    flag = f"--max-num-batched-tokens {budget}"
     if budget < max_num_seqs:
-        raise UsageError(
-            f"--max-num-batched-tokens {budget}: at least --max-num-seqs ({max_num_seqs}), one token per request"
-        )
+        raise UsageError(f"{flag}: at least --max-num-seqs ({max_num_seqs}), one token per request")
     if (whole or not config.scheduler.enable_chunked_prefill) and budget < max_model_len:
         if config.scheduler.max_num_batched_tokens:
             why = "an encoder's prompts are not split, so" if whole else "without chunked prefill"
-            raise UsageError(f"--max-num-batched-tokens {budget}: {why} at least --max-model-len ({max_model_len})")
+            raise UsageError(f"{flag}: {why} at least --max-model-len ({max_model_len})")
         budget = max_model_len
     return budget
-
-
-def _check_device(name: str) -> None:
-    if name not in (known := platforms.names()):
-        raise UsageError(f"--device {name}: there are {', '.join(known)}")
 
 
 def _platform(wanted: str) -> Platform:
@@ -320,19 +249,16 @@ def claim_port(host: str, port: int) -> contextlib.ExitStack:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = host or "0.0.0.0"
-    with contextlib.ExitStack() as claims:
-        try:
-            name = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            name.bind(f"\0meshlm-{os.getuid()}-{address}-{port}")
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind((address, port))
-            held = claims.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.bind((address, port))
-        except OSError as error:
-            raise StartError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    with contextlib.ExitStack() as claims, raised_as(StartError, OSError, of=f"--host {host} --port {port}"):
+        name = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        name.bind(f"\0meshlm-{os.getuid()}-{address}-{port}")
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address, port))
+        held = claims.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((address, port))
         return claims.pop_all()
 
 

@@ -7,14 +7,14 @@ from meshlm.protocol.pooling import PoolingSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import pooling_config
 from meshlm.runtime.model_files.model_files import ModelFiles
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings import flag_rules
 from meshlm.supervisor.settings.rules import check
 
 _TASKS = {"embedding": "embed", "score": "classify"}
 
 
-def pooling_of(config: MeshConfig, files: ModelFiles, device: str) -> PoolingSpec | None:
+def pooling_of(config: MeshConfig, files: ModelFiles) -> PoolingSpec | None:
     """What the model's vectors are; None where it serves text."""
     runner, convert = _asked(config)
     spec, made_for_vectors = files.spec, _for_vectors(files)
@@ -27,12 +27,10 @@ def pooling_of(config: MeshConfig, files: ModelFiles, device: str) -> PoolingSpe
     if convert == "reward" and spec.head is None:
         raise UsageError(f"--convert reward: {spec.architecture} has no head for rewards; use embed")
     wanted = ("classify" if spec.head is not None else "embed") if convert in ("auto", "none") else convert
-    try:
+    with raised_as(UsageError, ModelFilesError):
         pooler = pooling_config.read_pooler_config(config.model.pooler_config)
         kind: pooling_config.Convert = "embed" if wanted == "embed" else "classify"
         found = pooling_config.pooling_spec(spec, files.config, files.modules, pooler, kind)
-    except ModelFilesError as error:
-        raise UsageError(str(error)) from None
     check(flag_rules.vectors(config, spec))
     return found
 

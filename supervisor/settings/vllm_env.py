@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from meshlm.protocol.config.server import STORE_OFF
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 
 LEVELS = {"critical": "error", "fatal": "error", "warn": "warning"}
 OURS = ("debug", "info", "warning", "error")
@@ -153,10 +153,8 @@ def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
             raise UsageError(f"{variable}={environment[variable]}: {why}")
     for variable, (setting, read) in HONOURED.items():
         if text := environment.get(variable):
-            try:
+            with raised_as(UsageError, ValueError, of=f"{variable}={text}"):
                 found[setting] = read(text)
-            except ValueError as error:
-                raise UsageError(f"{variable}={text}: {error}") from None
     return found
 
 
@@ -174,9 +172,8 @@ def check_key(where: str, key: str) -> None:
     if not key:
         raise UsageError(f"{where}: the key is empty; give one, or leave it out for a server that is open to all")
     if key != key.strip() or not key.isprintable():
-        raise UsageError(
-            f"{where}: no client can send a key with a line break, or with a space at its beginning or end"
-        )
+        why = "no client can send a key with a line break, or with a space at its beginning or end"
+        raise UsageError(f"{where}: {why}")
 
 
 def without_effect(environment: Mapping[str, str]) -> str:

@@ -14,18 +14,7 @@ from typing import Any
 
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.process.streams import complain
-from meshlm.supervisor.settings.vllm_table import (
-    ABSENT,
-    ABSENT_VALUES,
-    NEEDLESS,
-    ONLY,
-    OVERRIDES,
-    RENAMED,
-    SAID,
-    SWITCHES,
-    VALUES,
-    VARIABLES,
-)
+from meshlm.supervisor.settings import vllm_table as table
 
 _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-config.mode
 
@@ -33,25 +22,19 @@ _DOTTED = re.compile(r"(--?[A-Za-z][\w-]*)\.([\w.-]+\+?)")  # --compilation-conf
 class _Flag(argparse.Action):
     """One of vLLM's, by its table. const: why it is refused, and what to do instead."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, values: Any, option_string: str | None = None) -> None:
         flag = str(option_string)
         if self.const is not None:
             parser.error(f"{flag}: {self.const}")
-        elif flag in NEEDLESS:
+        elif flag in table.NEEDLESS:
             say_needless(flag)
-        elif flag in ONLY:
+        elif flag in table.ONLY:
             if not is_only(flag, values):
-                parser.error(f"{flag} {values}: {ONLY[flag][1]}")
+                parser.error(f"{flag} {values}: {table.ONLY[flag][1]}")
             say_only(flag, values)
-        elif flag in VARIABLES:
+        elif flag in table.VARIABLES:
             try:
-                set_variable(VARIABLES[flag], values)
+                set_variable(table.VARIABLES[flag], values)
             except argparse.ArgumentTypeError as error:
                 parser.error(f"{flag}: {error}")
         # else `--no-` before one that is absent or needless, which asks for what is the case
@@ -61,19 +44,19 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the table, but for RENAMED, whose types flags.py knows."""
     hidden: dict[str, Any] = {"dest": argparse.SUPPRESS, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     taken = parser._option_string_actions  # a command's own flags win, such as those of `vllm bench`
-    for flag, (count, _) in NEEDLESS.items():
+    for flag, (count, _) in table.NEEDLESS.items():
         if flag not in taken:
             parser.add_argument(flag, action=_Flag, nargs=count or 0, **hidden)
-    refuse(parser, ABSENT)
-    for flag in ONLY:
+    refuse(parser, table.ABSENT)
+    for flag in table.ONLY:
         if flag not in taken:
             parser.add_argument(flag, action=_Flag, **hidden)
-    for flag in VARIABLES:
+    for flag in table.VARIABLES:
         parser.add_argument(flag, action=_Flag, nargs="?", **hidden)
-    for flag, (setting, value) in SWITCHES.items():
+    for flag, (setting, value) in table.SWITCHES.items():
         switch = {**hidden, "dest": setting}
         parser.add_argument(flag, action="store_const", const=value, **switch)
-    for flag in (*ABSENT, *NEEDLESS):
+    for flag in (*table.ABSENT, *table.NEEDLESS):
         opposite = "--no-" + flag.removeprefix("--")
         if flag.startswith("--") and not flag.startswith("--no-") and opposite not in taken:
             parser.add_argument(opposite, action=_Flag, nargs=0, **hidden)
@@ -89,13 +72,13 @@ def refuse(parser: argparse.ArgumentParser, reasons: Mapping[str, str]) -> None:
 
 def say_needless(flag: str) -> None:
     """Tells the user that a flag has no effect, and why nothing is lost."""
-    complain(f"meshlm: {flag} is not needed: {NEEDLESS[flag][1]}", "warning")
+    complain(f"meshlm: {flag} is not needed: {table.NEEDLESS[flag][1]}", "warning")
 
 
 def say_only(flag: str, value: object) -> None:
     """Tells the user what a value that is taken does not mean here, where vLLM does more by it."""
-    if flag in SAID:
-        complain(f"meshlm: {flag} {value}: {ONLY[flag][1]}", "warning")
+    if flag in table.SAID:
+        complain(f"meshlm: {flag} {value}: {table.ONLY[flag][1]}", "warning")
 
 
 def is_only(flag: str, value: object) -> bool:
@@ -106,22 +89,18 @@ def is_only(flag: str, value: object) -> bool:
         parts = [f"{key}={one}" for key, one in value.items()]
     else:
         parts = [str(one) for one in value] if isinstance(value, list | tuple) else str(value).split(",")
-    return all(part in ONLY[flag][0] for part in parts)
+    return all(part in table.ONLY[flag][0] for part in parts)
 
 
 def meant(setting: str, value: str) -> str:
     """Our name for one of vLLM's values; what is different then is said. ArgumentTypeError for a value that only vLLM has."""
-    if (instead := ABSENT_VALUES.get(setting, {}).get(value)) is not None:
+    if (instead := table.ABSENT_VALUES.get(setting, {}).get(value)) is not None:
         raise argparse.ArgumentTypeError(f"{value}: {instead}")
-    names = VALUES.get(setting, {})
-    ours, different = (
-        names.get(value) or names.get(value.upper()) or (value, "")
-    )  # vLLM reads names of backends in any case
+    names = table.VALUES.get(setting, {})
+    ours, different = names.get(value) or names.get(value.upper()) or (value, "")  # vLLM takes backends in any case
     if setting == "attention_backend" and ours in PACKAGES and (missing := PACKAGES[ours].missing()):
-        ours, different = (
-            "auto",
-            missing.removesuffix(", or use auto"),
-        )  # a command of vLLM's, which brings the package, runs here too
+        # A command of vLLM's, which brings the package, runs here too.
+        ours, different = "auto", missing.removesuffix(", or use auto")
     if different:
         complain(f"meshlm: --{setting.replace('_', '-')} {value} is taken as {ours}: {different}", "warning")
     return ours
@@ -156,11 +135,9 @@ def with_json(words: Sequence[str]) -> list[str]:
     todo = iter(words)
     for word in todo:
         name, equals, value = word.partition("=")
-        found = _DOTTED.fullmatch(f"--hf-overrides.{OVERRIDES[name]}" if name in OVERRIDES else name)
+        found = _DOTTED.fullmatch(f"--hf-overrides.{table.OVERRIDES[name]}" if name in table.OVERRIDES else name)
         if word == "--" or found is None:
-            rest.append(word)
-            if word == "--":
-                rest += todo
+            rest += [word, *(todo if word == "--" else ())]
             continue
         value = value if equals else next(todo, "")
         *path, last = found[2].removesuffix("+").split(".")
@@ -183,7 +160,7 @@ def _json_value(text: str) -> Any:
 
 def names(setting: str) -> Iterable[str]:
     """vLLM's other names for our setting."""
-    return (name for flags, ours in RENAMED.items() if ours == setting for name in flags)
+    return (name for flags, ours in table.RENAMED.items() if ours == setting for name in flags)
 
 
 def did_you_mean(unknown: Sequence[str], known: Iterable[str]) -> str:
