@@ -56,6 +56,11 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     resolved: Resolved | None = None  # set by the supervisor before any child starts
     node: Node | None = None  # likewise; None: one node, no tcp
 
+    def require_resolved(self) -> Resolved:
+        """What is resolved: of a configuration for which that was done, as it was for every child's."""
+        assert self.resolved is not None
+        return self.resolved
+
     @property
     def lockstep(self) -> bool:
         """Whether the data-parallel ranks step together, since they share experts. Those of dense models never do."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_origin
 
+from meshlm.supervisor.errors import raised_as
 from meshlm.supervisor.settings import flags, vllm_flags
 from meshlm.supervisor.settings.sizes import size_parser
-from meshlm.supervisor.settings.vllm_flags import set_variable
 from meshlm.supervisor.settings.vllm_table import ABSENT, NEEDLESS, ONLY, OVERRIDES, RENAMED, SWITCHES, VARIABLES
 
 
@@ -55,20 +55,14 @@ def settings_of(arguments: Mapping[str, Any]) -> dict[str, object]:
         elif flag in OVERRIDES:
             overrides[OVERRIDES[flag]] = value
         elif flag in VARIABLES:
-            _set(name, flag, value)
+            with raised_as(ValueError, argparse.ArgumentTypeError, of=f"LLM: {name}"):
+                vllm_flags.set_variable(VARIABLES[flag], value)
         else:
             _check(name, asked, value)
     if overrides:
         given = json.loads(str(found.get("hf_overrides") or "{}"))
         found["hf_overrides"] = json.dumps({**overrides, **given})
     return found
-
-
-def _set(name: str, flag: str, value: Any) -> None:
-    try:
-        set_variable(VARIABLES[flag], value)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"LLM: {name}: {error}") from None
 
 
 def _check(name: str, flag: str, value: Any) -> None:
@@ -85,9 +79,7 @@ def _check(name: str, flag: str, value: Any) -> None:
 
 def _value(setting: flags.Setting, value: Any) -> object:
     extra = (setting.meta.extra or {}) if setting.meta else {}
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if setting.name == "compilation_config" and isinstance(value, int):
+    if isinstance(value, dict) or (setting.name == "compilation_config" and isinstance(value, int)):
         return json.dumps(value)
     if setting.name == "hf_overrides" and callable(value):
         raise ValueError("LLM: hf_overrides: a dict of keys of config.json is expected, no function")
@@ -99,12 +91,10 @@ def _value(setting: flags.Setting, value: Any) -> object:
         return list(value) if isinstance(value, tuple) else value
     if get_origin(setting.kind) is tuple:
         return [value]
-    try:
+    with raised_as(ValueError, argparse.ArgumentTypeError, of=f"LLM: {setting.name}"):
         if parse := size_parser(extra):
             return parse(value)
         return vllm_flags.meant(setting.name, value)
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"LLM: {setting.name}: {error}") from None
 
 
 def _class_name(kind: Any) -> str:

@@ -10,13 +10,13 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 from meshlm.protocol.edges.text import Submit
-from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.supervisor.api.arguments import EngineArgs, refuse
-from meshlm.supervisor.api.background import end_of, unless_ended
+from meshlm.supervisor.api.background import T, end_of, unless_ended
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, OutputStream, Progress, RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
+from meshlm.supervisor.api.submits import check_priority
 from meshlm.supervisor.api.tokenizer import Tokenizer
 from meshlm.supervisor.api.vectors import PoolingParams, PoolingRequestOutput
 from meshlm.supervisor.errors import StartError
@@ -56,13 +56,11 @@ class AsyncLLM:
         or the whole at the end: `sampling_params.output_kind`. ValueError for bad input, StartError when the mesh has ended. Who stops
         reading aborts the request."""
         refuse(lora_request=lora_request)
-        options = of_tokenization(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", None)
+        options, keep = of_tokenization(tokenization_kwargs)
         given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)
         (params,), ranks = self._llm._submits.checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
-        run = uuid.uuid4().hex
-        ((submit, request),) = self._llm._submits.of(iter([given]), [params], ranks, run, rank)
+        ((submit, request),) = self._llm._submits.of(iter([given]), [params], ranks, rank)
         name = self._new_name(request_id)
         stream, progress = OutputStream(params.output_kind), Progress(request, name, params)
         work = self._open[name] = self._llm._background.start(self._follow(submit, request, params, stream, progress))
@@ -87,8 +85,7 @@ class AsyncLLM:
         """Gives one prompt's vector or scores, once, as `LLM.encode` makes them; `pooling_params.task` says which. ValueError for bad
         input, StartError when the mesh has ended. An aborted request gives nothing. trace_headers change nothing."""
         refuse(lora_request=lora_request)
-        if priority and self._llm._config.scheduler.scheduling_policy != "priority":
-            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
+        check_priority(priority != 0, self._llm._config)
         name = self._new_name(request_id)
         work = self._llm._vectors.begin(prompt, pooling_params, priority, tokenization_kwargs)
         self._open[name] = work
@@ -147,27 +144,15 @@ class AsyncLLM:
 
     async def start_profile(self) -> None:
         """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
-        await self._operate(Profile(True))
+        await self._in_mesh(self._llm._operator.profile(True))
 
     async def stop_profile(self) -> tuple[str, ...]:
         """End the trace: the files that were written, one a worker."""
-        return await self._operate(Profile(False))
+        return await self._in_mesh(self._llm._operator.profile(False))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Later requests find nothing of what is computed now. False while requests run that are not to be computed anew."""
-        try:
-            await self._operate(ResetPrefixCache(reset_running_requests))
-        except ValueError:
-            return False
-        return True
-
-    async def _operate(self, action: Profile | ResetPrefixCache) -> tuple[str, ...]:
-        background = self._llm._background
-        work = unless_ended(background.supervisor, background.supervisor.operate(action))
-        answer = await asyncio.wrap_future(background.start(work))
-        if answer.error:
-            raise ValueError(answer.error)
-        return answer.paths
+        return await self._in_mesh(self._llm._operator.reset_prefix_cache(reset_running_requests))
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """As `LLM.sleep`; with mode "wait" once all that runs has ended."""
@@ -175,19 +160,19 @@ class AsyncLLM:
             if self._open:
                 await asyncio.wait([asyncio.wrap_future(work) for work in self._open.values()])
             mode = "keep"
-        await self._in_mesh(self._llm._sleeper.sleep(level, mode))
+        await self._in_mesh(self._llm._operator.sleep(level, mode))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """As `LLM.wake_up`."""
-        await self._in_mesh(self._llm._sleeper.wake_up(tags))
+        await self._in_mesh(self._llm._operator.wake_up(tags))
 
     async def is_sleeping(self) -> bool:
         """Whether it sleeps, at whatever level."""
-        return self._llm._sleeper.is_sleeping
+        return self._llm._operator.is_sleeping
 
-    async def _in_mesh(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _in_mesh(self, work: Coroutine[Any, Any, T]) -> T:
         background = self._llm._background
-        await asyncio.wrap_future(background.start(unless_ended(background.supervisor, work)))
+        return await asyncio.wrap_future(background.start(unless_ended(background.supervisor, work)))
 
     async def check_health(self) -> None:
         """StartError with the reason when the mesh has ended."""

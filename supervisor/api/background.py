@@ -34,6 +34,7 @@ SHUT_DOWN = "this LLM was shut down"
 NOT_HERE = "this LLM belongs to the process that made it; a fork of that process needs one of its own"
 
 T = TypeVar("T")
+Bar = bool | Callable[..., Any]  # whether there is one, or what makes it, with the arguments of tqdm
 
 
 class Background:
@@ -71,9 +72,7 @@ class Background:
         """End all processes, the loop and its thread. A fork of the process has none of them, and nothing to end."""
         if os.getpid() != self._pid:
             return
-        if (
-            threading.current_thread() is self._thread
-        ):  # it held the last reference to the LLM, and cannot wait for itself
+        if threading.current_thread() is self._thread:  # which held the last reference, and cannot wait for itself
             threading.Thread(target=self.stop, name="meshlm stop").start()
             return
         self._call(self._stop())
@@ -88,11 +87,9 @@ class Background:
         supervisor = io.Supervisor(self.config, members, StartDisplay(process=process))
         client = Client()
         client.mesh_client.set_max_deaths(allowed(self.config.run.max_restarts))
-        if self.config.resolved is not None:
-            client.counts.max_model_len = self.config.resolved.max_model_len
-        client.mesh_client.mesh = mesh = Mesh(
-            Identity(Role.FRONTEND, 0), Incarnation(time.time_ns()), self.config, client
-        )
+        client.counts.max_model_len = self.config.require_resolved().max_model_len
+        me, incarnation = Identity(Role.FRONTEND, 0), Incarnation(time.time_ns())
+        client.mesh_client.mesh = mesh = Mesh(me, incarnation, self.config, client)
         try:
             await supervisor.start()
             await mesh.open()
@@ -113,13 +110,13 @@ class Background:
             await mesh.close()
         await self.supervisor.close()
 
-    async def _settle(self) -> None:
-        """Waits until cancelled tasks have cleaned up."""
-        if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(tasks, timeout=STOP_S)
-
     def _end(self) -> None:
-        self._call(self._settle())
+        async def settle() -> None:
+            """Waits until cancelled tasks have cleaned up."""
+            if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                await asyncio.wait(tasks, timeout=STOP_S)
+
+        self._call(settle())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=STOP_S)
         if not self._thread.is_alive():
@@ -179,15 +176,14 @@ class Enqueued:
         self._batches.append(_Batch(work, each))
         return [request.request_id for _, request in submits]
 
-    def wait(self, use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
+    def wait(self, use_tqdm: Bar) -> list[RequestOutput]:
         """The results of all. Where a batch fails the others end all the same before its error is raised."""
         batches, self._batches = self._batches, []
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         total = sum(one.n for batch in batches for one in batch.each)
         found: list[RequestOutput] = []
         errors: list[Exception] = []
         try:
-            with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            with progress_bar(use_tqdm, total, "Generating") as bar:
                 for batch in batches:
                     try:
                         found += finished(batch.work.result(), batch.each)
@@ -201,6 +197,11 @@ class Enqueued:
         if errors:
             raise errors[0]
         return found
+
+
+def progress_bar(use_tqdm: Bar, total: int, what: str) -> Any:
+    make = use_tqdm if callable(use_tqdm) else tqdm
+    return make(total=total, desc=what, disable=not use_tqdm, dynamic_ncols=True)
 
 
 def finished(found: list[RequestOutput], each: Sequence[SamplingParams]) -> list[RequestOutput]:

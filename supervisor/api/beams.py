@@ -71,13 +71,8 @@ async def find(
     prompts: Sequence[tuple[Any, dict[str, Any]]], params: BeamSearchParams, step: Step, model: Model
 ) -> list[list[Beam[Detail]]]:
     """The best beams of each prompt, given as it came and as token ids. All of them go one token on with each call of `step`."""
-    wanted = SamplingParams(
-        max_tokens=1,
-        temperature=0.0,
-        ignore_eos=True,
-        detokenize=False,
-        logprobs=num_candidates(params.beam_width, model.vocab_size),
-    )
+    logprobs = num_candidates(params.beam_width, model.vocab_size)
+    wanted = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs)
     searches = []
     for _, prompt in prompts:
         num_prompt = len(prompt["prompt_token_ids"])
@@ -86,19 +81,13 @@ async def find(
         searches.append(BeamSearch[Detail](params.beam_width, ends, num_prompt, max_tokens, params.length_penalty))
 
     async def likeliest(beams: list[tuple[int, Beam[Detail]]]) -> list[list[Candidate[Detail]]]:
-        asked = [
-            {**prompts[index][1], "prompt_token_ids": [*prompts[index][1]["prompt_token_ids"], *beam.token_ids]}
-            for index, beam in beams
-        ]
-        return [_candidates(output) for output in await step(asked, wanted)]
+        given = [(prompts[index][1], beam.token_ids) for index, beam in beams]
+        asked = [{**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *more]} for prompt, more in given]
+        found = [(output.outputs[0].logprobs or [{}])[0] for output in await step(asked, wanted)]
+        return [[Candidate(token, one.logprob, each) for token, one in each.items()] for each in found]
 
     await search(searches, likeliest)
     return [one.best() for one in searches]
-
-
-def _candidates(found: RequestOutput) -> list[Candidate[Detail]]:
-    (logprobs,) = found.outputs[0].logprobs or [{}]
-    return [Candidate(token, one.logprob, logprobs) for token, one in logprobs.items()]
 
 
 def sequence_of(

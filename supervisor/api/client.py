@@ -10,17 +10,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.control import MeshStats
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Detokenize,
-    DetokenizeReply,
-    Prompt,
-    Submit,
-    TextDeltas,
-    Tokenize,
-    TokenizeReply,
-)
+from meshlm.protocol.edges.text import Accepted, Prompt, Submit
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role
@@ -31,6 +23,7 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.figures import Figures
 from meshlm.supervisor.api.metrics import Counts, Metric
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput, logprobs_of
+from meshlm.supervisor.errors import raised_as
 
 SENDS_A_TURN = 32  # between two looks at what came back
 News = Callable[[list[CompletionOutput]], None]
@@ -136,7 +129,7 @@ class Client:
             self._note_serving()
             return
         self.mesh_client.on_message(peer, message, time.monotonic())
-        if isinstance(message, TextDeltas):
+        if isinstance(message, edge.TextDeltas):
             self.mesh_client.tracker.take_counts()  # those of the outputs are kept instead
             for run in [run for run in self._runs if run.changed]:
                 run.tell()
@@ -213,20 +206,18 @@ class Client:
 
     async def tokenize(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ask a detokenizer for the ids of each prompt. ValueError when it refuses one."""
-        replies = await asyncio.gather(*(self._ask(Tokenize(self.new_handle(), prompt)) for prompt in prompts))
-        return [unpack_i32(reply.token_ids).tolist() for reply in replies if isinstance(reply, TokenizeReply)]
+        replies = await asyncio.gather(*(self._ask(edge.Tokenize(self.new_handle(), prompt)) for prompt in prompts))
+        return [unpack_i32(reply.token_ids).tolist() for reply in replies if isinstance(reply, edge.TokenizeReply)]
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special tokens included. ValueError for one that the vocabulary does not have."""
-        reply = await self._ask(Detokenize(self.new_handle(), pack_i32(token_ids)))
-        assert isinstance(reply, DetokenizeReply)
+        reply = await self._ask(edge.Detokenize(self.new_handle(), pack_i32(token_ids)))
+        assert isinstance(reply, edge.DetokenizeReply)
         return reply.text
 
-    async def _ask(self, question: Tokenize | Detokenize) -> Reply:
-        try:
+    async def _ask(self, question: edge.Tokenize | edge.Detokenize) -> Reply:
+        with raised_as(ValueError, RequestError):
             reply = await self.mesh_client.ask(question)
-        except RequestError as error:
-            raise ValueError(error.message) from None
         if reply.error:
             raise ValueError(reply.error)
         return reply

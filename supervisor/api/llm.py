@@ -4,33 +4,31 @@
 """
 
 import os
-import uuid
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
-from meshlm.protocol.operations import Profile, ResetPrefixCache
 from meshlm.protocol.wire.columns import ints
-from meshlm.supervisor.api import operations
 from meshlm.supervisor.api.arguments import refuse, settings_of
-from meshlm.supervisor.api.background import Background, Enqueued, finished
+from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, Model, find, sequence_of
 from meshlm.supervisor.api.metrics import Metric
-from meshlm.supervisor.api.offline_prompts import Asked, Given, OnePrompt, Sizes, many, of_generate, of_tokenization
-from meshlm.supervisor.api.operations import Sleeper
+from meshlm.supervisor.api.offline_prompts import Asked, Given, Prompts, Sizes, many, of_generate, of_tokenization
+from meshlm.supervisor.api.operations import Operator
 from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
-from meshlm.supervisor.api.submits import Submits
+from meshlm.supervisor.api.submits import Params, Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import (
     ClassificationOutput,
     EmbeddingOutput,
-    PoolingParams,
+    ManyPoolingParams,
     PoolingRequestOutput,
+    Texts,
     Vectors,
 )
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
@@ -38,6 +36,7 @@ from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 if TYPE_CHECKING:
     from meshlm.supervisor.api.arguments import EngineArgs
 
+Messages = Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]]
 # Work comes at once, nothing idles then, and nobody reads along.
 OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
 
@@ -57,11 +56,11 @@ class LLM:
             warnings.warn(idle, stacklevel=2)
         node_rules.check_alone(config)
         self._background = resolve.fitting(lambda at_most: Background(resolve.for_mesh(config, at_most)))
-        self._config = self._background.config
-        self._supervisor, self._client = self._background.supervisor, self._background.client
+        self._config, self._client = self._background.config, self._background.client
+        self._resolved = self._config.require_resolved()
         self._submits = Submits(self._config, self._client)
         self._enqueued = Enqueued(self._background)
-        self._sleeper = Sleeper(self._config, self._supervisor)
+        self._operator = Operator(self._config, self._background.supervisor)
         self._vectors = Vectors(self._config, self._background)
         self._finalizer = weakref.finalize(self, self._background.stop)
 
@@ -72,9 +71,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: OnePrompt | Sequence[OnePrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        prompts: Prompts,
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -84,16 +83,15 @@ class LLM:
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        asked = self._asked(prompts, tokenization_kwargs)
-        return self._run(asked, sampling_params, use_tqdm, priority)
+        return self._run(self._asked(prompts, tokenization_kwargs), sampling_params, use_tqdm, priority)
 
     def enqueue(
         self,
-        prompts: OnePrompt | Sequence[OnePrompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params = None,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
@@ -103,9 +101,9 @@ class LLM:
 
     def enqueue_chat(
         self,
-        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        messages: Messages,
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         *,
@@ -117,10 +115,7 @@ class LLM:
         return self._begin(self._conversations(messages, **options), sampling_params, priority)
 
     def wait_for_completion(
-        self,
-        output_type: type[Any] | tuple[type[Any], ...] | None = None,
-        *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: Bar = True
     ) -> list[RequestOutput]:
         """The results of all that was enqueued and not waited for yet, in that order. ValueError with the first refusal, and for an
         output_type that no text is."""
@@ -131,9 +126,9 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool | Callable[..., Any] = True,
+        messages: Messages,
+        sampling_params: Params = None,
+        use_tqdm: Bar = True,
         lora_request: None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -146,63 +141,39 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
         refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        asked = self._conversations(
-            messages,
-            chat_template=chat_template,
-            chat_template_content_format=chat_template_content_format,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        template = (chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        asked = self._conversations(messages, chat_template_content_format, tokenization_kwargs, tools, *template)
         return self._run(asked, sampling_params, use_tqdm, None)
 
-    def _asked(self, prompts: OnePrompt | Sequence[OnePrompt], tokenization_kwargs: Mapping[str, Any] | None) -> Asked:
-        options = of_tokenization(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", None)
+    def _asked(self, prompts: Prompts, tokenization_kwargs: Mapping[str, Any] | None) -> Asked:
+        options, keep = of_tokenization(tokenization_kwargs)
         items = many(prompts)
         made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
         return Asked(made, len(items), keep)
 
     def _conversations(
         self,
-        messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
-        *,
-        chat_template: str | None = None,
+        messages: Messages,
         chat_template_content_format: str = "auto",
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        tools: list[dict[str, Any]] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> Asked:
         if chat_template_content_format not in ("auto", self._config.model.chat_template_content_format):
             raise ValueError("chat_template_content_format: give it to LLM(...); it holds for all conversations")
-        options = of_tokenization(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", None)
+        options, keep = of_tokenization(tokenization_kwargs)
         several = all(isinstance(one, list | tuple) for one in messages)
         conversations: list[Any] = list(messages) if several else [list(messages)]
-        made = (
-            Given(
-                chat_prompt(
-                    list(conversation),
-                    tools,
-                    chat_template,
-                    chat_template_kwargs,
-                    add_generation_prompt,
-                    continue_final_message,
-                    **options,
-                ),
-                None,
-            )
-            for conversation in conversations
-        )
+        template = (tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        made = (Given(chat_prompt(list(one), *template, **options), None) for one in conversations)
         return Asked(made, len(conversations), keep)
 
     def beam_search(
         self,
-        prompts: OnePrompt | Sequence[OnePrompt],
+        prompts: Prompts,
         params: BeamSearchParams,
         lora_request: None = None,
         use_tqdm: bool = False,
@@ -219,11 +190,9 @@ class LLM:
             ids = ints(one.prompt.token_ids) if isinstance(one.prompt, TokenPrompt) else next(tokenized)
             if not 1 <= len(ids) < self.max_model_len:
                 raise ValueError(f"prompt: {len(ids)} tokens; the context holds {self.max_model_len} with the output")
-            asked.append(
-                (item, {"prompt_token_ids": ids, **({"cache_salt": one.cache_salt} if one.cache_salt else {})})
-            )
-        assert self._config.resolved is not None
-        model = Model(self._config.resolved.eos_token_ids, self.vocab_size, self.max_model_len)
+            salt = {"cache_salt": one.cache_salt} if one.cache_salt else {}
+            asked.append((item, {"prompt_token_ids": ids, **salt}))
+        model = Model(self._resolved.eos_token_ids, self.vocab_size, self.max_model_len)
         decode = self.get_tokenizer().decode
         size, found = concurrency_limit or max(1, len(asked)), list[BeamSearchOutput]()
         for begin in tqdm(range(0, len(asked), size), desc="Beam search", disable=not use_tqdm):
@@ -239,35 +208,26 @@ class LLM:
         """The outputs of these prompts, in the mesh's loop."""
         asked = self._asked(prompts, None)
         each, ranks = self._submits.checked(params, asked.num, None, asked.keep)
-        submits = self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)
+        submits = self._submits.of(asked.prompts, each, ranks)
         return finished(await self._client.run(submits, tqdm(disable=True)), each)
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
-        assert self._config.resolved is not None
-        return self._config.resolved.spec.vocab_size
+        return self._resolved.spec.vocab_size
 
     @property
     def embeds_sizes(self) -> Sizes | None:
         """The sizes of a prompt of vectors, where it may be one."""
-        resolved = self._config.resolved
-        assert resolved is not None
-        takes = self._config.server.enable_prompt_embeds
-        return Sizes(resolved.spec.hidden_size, resolved.spec.vocab_size) if takes else None
+        takes, spec = self._config.server.enable_prompt_embeds, self._resolved.spec
+        return Sizes(spec.hidden_size, spec.vocab_size) if takes else None
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together are at most this."""
-        assert self._config.resolved is not None
-        return self._config.resolved.max_model_len
+        return self._resolved.max_model_len
 
-    def encode(
-        self,
-        prompts: OnePrompt | Sequence[OnePrompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        **options: Any,
-    ) -> list[Any]:
+    def encode(self, prompts: Prompts, pooling_params: ManyPoolingParams = None, **options: Any) -> list[Any]:
         """With runner="pooling" what `pooling_task` asks for, as PoolingRequestOutputs. Else token ids of texts, list[list[int]]."""
         if self._vectors.serves:
             return self._vectors.encode(prompts, pooling_params, **options)
@@ -275,21 +235,19 @@ class LLM:
             raise ValueError('pooling_task: the model gives text; make it with LLM(..., runner="pooling")')
         return self._background.ask(self._client.tokenize([TextPrompt(str(text)) for text in prompts]))
 
-    def embed(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+    def embed(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
         """A vector of each prompt: `outputs.embedding`. Options: see `Vectors.encode`."""
         return self._vectors.encode(prompts, pooling_task="embed", kind=EmbeddingOutput, **options)
 
-    def classify(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+    def classify(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
         """The likelihoods of each prompt's classes: `outputs.probs`."""
         return self._vectors.encode(prompts, pooling_task="classify", kind=ClassificationOutput, **options)
 
-    def reward(self, prompts: OnePrompt | Sequence[OnePrompt], **options: Any) -> list[PoolingRequestOutput]:
+    def reward(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
         """The scores of each prompt's tokens: `outputs.data`."""
         return self._vectors.encode(prompts, pooling_task="token_classify", **options)
 
-    def score(
-        self, data_1: str | Sequence[str], data_2: str | Sequence[str], /, **options: Any
-    ) -> list[PoolingRequestOutput]:
+    def score(self, data_1: Texts, data_2: Texts, /, **options: Any) -> list[PoolingRequestOutput]:
         """How well texts go with others, one with many or pair by pair: `outputs.score`."""
         return self._vectors.score(data_1, data_2, **options)
 
@@ -300,14 +258,14 @@ class LLM:
             (found,) = self._background.ask(self._client.tokenize([prompt]))
             return found
 
-        return Tokenizer(
-            ids, lambda token_ids: self._background.ask(self._client.detokenize(token_ids)), self.vocab_size
-        )
+        def text(token_ids: Sequence[int]) -> str:
+            return self._background.ask(self._client.detokenize(token_ids))
+
+        return Tokenizer(ids, text, self.vocab_size)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the defaults of the model's generation_config.json."""
-        assert self._config.resolved is not None
-        return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
+        return self._submits.default
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """The number of workers, or of one data-parallel rank's."""
@@ -317,31 +275,25 @@ class LLM:
 
     def start_profile(self) -> None:
         """Begin a profiler trace in every worker; needs `profiler_dir`. ValueError says why it cannot."""
-        self._profile(start=True)
+        self._background.ask(self._operator.profile(True))
 
     def stop_profile(self) -> tuple[str, ...]:
         """End the trace: the files that were written, one a worker."""
-        return self._profile(start=False)
-
-    def _profile(self, *, start: bool) -> tuple[str, ...]:
-        answer = self._background.ask(self._supervisor.operate(Profile(start)))
-        if answer.error:
-            raise ValueError(answer.error)
-        return answer.paths
+        return self._background.ask(self._operator.profile(False))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Later requests find nothing of what is computed now. False while requests run that are not to be computed anew."""
-        return not self._background.ask(self._supervisor.operate(ResetPrefixCache(reset_running_requests))).error
+        return self._background.ask(self._operator.reset_prefix_cache(reset_running_requests))
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give the device's memory of weights and KV cache back until `wake_up`; needs `enable_sleep_mode`. level 1: weights go to the
         host's memory; 2: they are dropped, and loaded again; 0: no step is computed, and all memory stays. mode: "abort" or "keep" what
         other threads have running. ValueError says why it cannot."""
-        self._background.ask(self._sleeper.sleep(level, mode))
+        self._background.ask(self._operator.sleep(level, mode))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Have that memory again: all, or of "weights" or "kv_cache" alone; with both, steps are computed."""
-        self._background.ask(self._sleeper.wake_up(tags))
+        self._background.ask(self._operator.wake_up(tags))
 
     def collective_rpc(
         self,
@@ -352,38 +304,27 @@ class LLM:
     ) -> list[Any]:
         """What a method of `worker_extension_cls` gives, in the order of the workers. Arguments and results are values of JSON; other
         results come as text. timeout: in seconds. ValueError says what went wrong."""
-        return self._background.ask(operations.call_workers(self._supervisor, method, timeout, args, kwargs))
+        return self._background.ask(self._operator.call_workers(method, timeout, args, kwargs))
 
     def get_metrics(self) -> list[Metric]:
         """What ranks are at and what sequences took that have ended, under names of /metrics, in vLLM's classes (metrics.py)."""
-        assert self._config.resolved is not None
-        return self._background.ask(self._client.metrics(self._config.resolved.served_names[0]))
+        return self._background.ask(self._client.metrics(self._resolved.served_names[0]))
 
     def shutdown(self) -> None:
         """End all processes. RuntimeError from any call afterwards, but this one."""
         self._finalizer()
 
-    def _run(
-        self,
-        asked: Asked,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool | Callable[..., Any],
-        priority: Sequence[int] | None,
-    ) -> list[RequestOutput]:
+    def _run(self, asked: Asked, params: Params, use_tqdm: Bar, priority: Sequence[int] | None) -> list[RequestOutput]:
         """Prompts are made one by one, in the loop: the first is on its way while the others are not."""
         each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        submits = self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)
-        total = sum(one.n for one in each)
-        with make_bar(total=total, desc="Generating", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        submits = self._submits.of(asked.prompts, each, ranks)
+        with progress_bar(use_tqdm, sum(one.n for one in each), "Generating") as bar:
             return finished(self._background.ask(self._client.run(submits, bar)), each)
 
-    def _begin(
-        self, asked: Asked, params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None
-    ) -> list[str]:
+    def _begin(self, asked: Asked, params: Params, priority: Sequence[int] | None) -> list[str]:
         """All prompts are made before any is sent, so what is wrong with one is raised here."""
         each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)
-        return self._enqueued.add(list(self._submits.of(asked.prompts, each, ranks, uuid.uuid4().hex)), each)
+        return self._enqueued.add(list(self._submits.of(asked.prompts, each, ranks)), each)
 
 
 __all__ = [

@@ -125,10 +125,8 @@ class Counts:
         found.counts["generation_tokens"] += generation
         if not generation:
             return
-        found.observed["e2e"].add(whole_s)
-        found.observed["decode"].add(decode_s)
-        found.observed["prompt"].add(prompt)
-        found.observed["generation"].add(generation)
+        for what, value in (("e2e", whole_s), ("decode", decode_s), ("prompt", prompt), ("generation", generation)):
+            found.observed[what].add(value)
         if generation > 1:
             found.observed["tpot"].add(decode_s / (generation - 1))
 

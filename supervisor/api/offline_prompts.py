@@ -12,6 +12,7 @@ from meshlm.runtime import tensor_files
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
+Prompts = OnePrompt | Sequence[OnePrompt]
 NOT_SUPPORTED = {
     **dict.fromkeys(("multi_modal_uuids", "mm_processor_kwargs"), "images and video are not supported"),
     "prompt_is_token_ids": "a prompt is text, token ids or vectors",
@@ -121,9 +122,8 @@ def _audio(audio: Any) -> Audio:
 
 def _vectors(tensor: Any, sizes: Sizes | None) -> MediaPrompt:
     if sizes is None:
-        raise ValueError(
-            "a prompt's 'prompt_embeds': not taken here; LLM(enable_prompt_embeds=True).generate takes them"
-        )
+        why = "not taken here; LLM(enable_prompt_embeds=True).generate takes them"
+        raise ValueError(f"a prompt's 'prompt_embeds': {why}")
     try:
         dtype = str(tensor.dtype).removeprefix("torch.")
         shape = tuple(tensor.shape[1:] if tensor.ndim == 3 and tensor.shape[0] == 1 else tensor.shape)
@@ -142,13 +142,14 @@ def _torch_bytes(tensor: Any) -> Any:
     return sys.modules[type(tensor).__module__.partition(".")[0]].uint8
 
 
-def of_tokenization(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The supported settings of tokenization_kwargs."""
+def of_tokenization(given: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
+    """The supported settings of tokenization_kwargs: those of the text, and how many tokens to keep of each prompt."""
     known = ("add_special_tokens", "truncate_prompt_tokens")
-    for name in given or {}:
+    options = dict(given or {})
+    for name in options:
         if name not in known:
             raise ValueError(f"tokenization_kwargs: {name!r} is not supported; {' and '.join(known)} are")
-    return dict(given or {})
+    return options, options.pop("truncate_prompt_tokens", None)
 
 
 def _prompt(item: Any, add_special_tokens: bool) -> Prompt:

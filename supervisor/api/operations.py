@@ -1,22 +1,13 @@
-"""What LLM and AsyncLLM ask of the mesh in this program: sleep and waking up, as POST /sleep and /wake_up do, and calls of methods of
-workers (--worker-extension-cls, and reload_weights)."""
+"""What LLM and AsyncLLM ask of the mesh in this program: sleep and waking up, as POST /sleep and /wake_up do, profiles, an empty prefix
+cache, and calls of methods of workers (--worker-extension-cls, and reload_weights)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from meshlm.protocol import operations as edge
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import (
-    Action,
-    CallWorkers,
-    OperationDone,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    WakeUp,
-)
 from meshlm.protocol.sleeping import AWAKE, TAGS, after
 
 SCHEDULING = "scheduling"  # the tag of what a pause withholds
@@ -25,10 +16,10 @@ SCHEDULING = "scheduling"  # the tag of what a pause withholds
 class Operated(Protocol):
     """The mesh's supervisor."""
 
-    async def operate(self, action: Action) -> OperationDone: ...
+    async def operate(self, action: edge.Action) -> edge.OperationDone: ...
 
 
-class Sleeper:
+class Operator:
     """Of one mesh. ValueError where it cannot be done, with the reason."""
 
     def __init__(self, config: MeshConfig, mesh: Operated) -> None:
@@ -48,12 +39,12 @@ class Sleeper:
             raise ValueError("level: must be 0, 1 or 2")
         if mode not in ("abort", "keep"):
             raise ValueError("mode: must be 'abort' or 'keep'; what is to end by itself is awaited before")
-        await self._ask(Pause(abort=mode == "abort"))
+        await self._ask(edge.Pause(abort=mode == "abort"))
         self._paused = True
         if level == 0:
-            await self._ask(ResetPrefixCache(preempt=True))
+            await self._ask(edge.ResetPrefixCache(preempt=True))
             return
-        await self._ask(action := Sleep(level))
+        await self._ask(action := edge.Sleep(level))
         self._state = after(self._state, action)
 
     async def wake_up(self, tags: Sequence[str] | None) -> None:
@@ -63,30 +54,35 @@ class Sleeper:
                 raise ValueError(f"tags: must be {', '.join(TAGS)} or {SCHEDULING}")
         wanted = tuple(tag for tag in tags or () if tag != SCHEDULING)
         if wanted or not tags:
-            await self._ask(action := WakeUp(wanted))
+            await self._ask(action := edge.WakeUp(wanted))
             self._state = after(self._state, action)
         if SCHEDULING in (tags or ()) or not self._state.tags:
-            await self._ask(Resume())
+            await self._ask(edge.Resume())
             self._paused = False
 
-    async def _ask(self, action: Action) -> None:
+    async def profile(self, start: bool) -> tuple[str, ...]:
+        """Begin a trace in every worker, or end it: the files that were written then."""
+        return (await self._ask(edge.Profile(start))).paths
+
+    async def reset_prefix_cache(self, preempt: bool) -> bool:
+        """False where requests run that are not to be computed anew."""
+        return not (await self._mesh.operate(edge.ResetPrefixCache(preempt))).error
+
+    async def call_workers(
+        self, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> list[Any]:
+        """What the method gives, in the order of the workers; of reload_weights None for each."""
+        if not isinstance(method, str):
+            raise ValueError("method: must be the name of a method of worker_extension_cls; functions are not sent")
+        arguments = msgspec.json.encode({"args": list(args), "kwargs": dict(kwargs or {})})
+        limit = {} if timeout is None else {"limit_s": timeout}
+        if method == "reload_weights":  # all workers can, before one begins
+            await self._ask(edge.CallWorkers("verify_weights", arguments, **limit))
+        answer = await self._ask(edge.CallWorkers(method, arguments, **limit))
+        return [msgspec.json.decode(result) for result in answer.results]
+
+    async def _ask(self, action: edge.Action) -> edge.OperationDone:
         answer = await self._mesh.operate(action)
         if answer.error:
             raise ValueError(answer.error)
-
-
-async def call_workers(
-    mesh: Operated, method: str, timeout: float | None, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> list[Any]:
-    """What the method gives, in the order of the workers; of reload_weights None for each. ValueError says what went wrong."""
-    if not isinstance(method, str):
-        raise ValueError("method: must be the name of a method of worker_extension_cls; functions are not sent")
-    arguments = msgspec.json.encode({"args": list(args), "kwargs": dict(kwargs or {})})
-    limit = {} if timeout is None else {"limit_s": timeout}
-    for step in (
-        ("verify_weights", method) if method == "reload_weights" else (method,)
-    ):  # all workers can, before one begins
-        answer = await mesh.operate(CallWorkers(step, arguments, **limit))
-        if answer.error:
-            raise ValueError(answer.error)
-    return [msgspec.json.decode(result) for result in answer.results]
+        return answer

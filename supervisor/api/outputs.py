@@ -59,9 +59,7 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
-    is_last: bool | None = field(
-        default=None, repr=False
-    )  # of the copies of `AsyncLLM.generate`, which may lack sequences
+    is_last: bool | None = field(default=None, repr=False)  # of copies by `AsyncLLM.generate`, which may lack sequences
 
     @property
     def finished(self) -> bool:
@@ -143,8 +141,7 @@ def joined(before: RequestOutput, after: RequestOutput, *, delta: bool) -> Reque
         old = outputs.get(output.index)
         if delta and old is not None:
             logprobs = None if output.logprobs is None else [*(old.logprobs or ()), *output.logprobs]
-            output = replace(
-                output, text=old.text + output.text, token_ids=old.token_ids + output.token_ids, logprobs=logprobs
-            )
+            text, token_ids = old.text + output.text, old.token_ids + output.token_ids
+            output = replace(output, text=text, token_ids=token_ids, logprobs=logprobs)
         outputs[output.index] = output
     return replace(after, outputs=[outputs[index] for index in sorted(outputs)])

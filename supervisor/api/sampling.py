@@ -19,7 +19,9 @@ from meshlm.protocol.sampling import SamplingParams as WireParams
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.parsers import budgets
 from meshlm.runtime.structured_outputs import of_structured_outputs
+from meshlm.supervisor.errors import raised_as
 
+MOST_IDS = 1 << 31  # of any vocabulary
 OF_THE_VOCABULARY = (
     "stop_token_ids",
     "logit_bias",
@@ -28,21 +30,8 @@ OF_THE_VOCABULARY = (
     "logprobs",
     "prompt_logprobs",
 )
-MOST_IDS = 1 << 31  # of any vocabulary
-
-
-INTEGERS = (
-    "n",
-    "max_tokens",
-    "min_tokens",
-    "top_k",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "thinking_token_budget",
-)
 MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget")
+INTEGERS = ("n", "min_tokens", "top_k", *MAY_BE_NONE)
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
 NOT_SUPPORTED = {
@@ -94,13 +83,15 @@ class StructuredOutputsParams:
 
     def wire(self, config: StructuredOutputsConfig) -> Grammar:
         """The grammar as the mesh knows it. ValueError names the field at fault."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        try:
-            return of_structured_outputs(fields, config, "StructuredOutputsParams")
-        except RequestError as error:
-            raise ValueError(error.message) from None
-        except TypeError as error:  # a value that JSON does not have
-            raise ValueError(f"StructuredOutputsParams: {error}") from None
+        fields, name = (
+            {one.name: getattr(self, one.name) for one in dataclasses.fields(self)},
+            "StructuredOutputsParams",
+        )
+        with (
+            raised_as(ValueError, RequestError),
+            raised_as(ValueError, TypeError, of=name),
+        ):  # of values that JSON lacks
+            return of_structured_outputs(fields, config, name)
 
 
 class RequestOutputKind(Enum):
@@ -139,9 +130,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True  # False: outputs have no text
-    output_kind: RequestOutputKind = (
-        RequestOutputKind.CUMULATIVE
-    )  # for `AsyncLLM`; an answer of `LLM` comes when it is complete
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # for `AsyncLLM`; `LLM` gives complete answers
     skip_clone: bool = False  # nothing is copied, and nothing changed
     bad_words: list[str] | None = None
     structured_outputs: StructuredOutputsParams | None = None
@@ -203,10 +192,8 @@ class SamplingParams:
         """SamplingParams with the defaults for what is None; ids of a logit_bias may be text."""
         if fields.get("logit_bias"):
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
-        may_be_none = {"max_tokens"}
-        return SamplingParams(
-            **{name: value for name, value in fields.items() if value is not None or name in may_be_none}
-        )
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        return SamplingParams(**given)
 
     def check_reasoning(self, parser: str) -> None:
         """ValueError for a budget of reasoning that nobody would keep. parser: LLM(reasoning_parser=...)."""
@@ -216,15 +203,10 @@ class SamplingParams:
     def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
+        same = {name: getattr(self, name) for name in ("min_tokens", *NUMBERS, *samplers.NAMES)}
         return WireParams(
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
+            **same,
             top_k=max(0, self.top_k),
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             seed=drawn if self.seed is None else self.seed & (2**63 - 1),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             eos_token_ids=() if self.ignore_eos else eos,
@@ -235,15 +217,13 @@ class SamplingParams:
             logprob_token_ids=certain,
             extra_args=dict(self.extra_args or {}),
             repetition_detection=self.repetition_detection.wire() if self.repetition_detection else None,
-            **{name: getattr(self, name) for name in samplers.NAMES},
         )
 
     def extras(self, config: StructuredOutputsConfig, reasoning_parser: str = "") -> Extras:
         """What travels with each sequence beside these settings."""
         constraint, budget = self.structured_outputs, self.thinking_token_budget
-        breakers = samplers.breakers_of(
-            samplers.LlamaSamplers(**{name: getattr(self, name) for name in samplers.NAMES})
-        )
+        asked = samplers.LlamaSamplers(**{name: getattr(self, name) for name in samplers.NAMES})
+        breakers = samplers.breakers_of(asked)
         if budget not in (None, -1) and reasoning_parser:
             return (budgets.alone(budgets.of_prompt(reasoning_parser, budget)), *breakers)
         return (*(() if constraint is None else (constraint.wire(config),)), *breakers)
@@ -321,6 +301,5 @@ def check_embeds(params: SamplingParams) -> None:
     if params.prompt_logprobs is not None:
         raise ValueError("SamplingParams.prompt_logprobs: does not go with prompt_embeds")
     if params.repetition_penalty != 1.0:
-        raise ValueError(
-            "SamplingParams.repetition_penalty: counts the prompt's tokens, which prompt_embeds does not have"
-        )
+        why = "counts the prompt's tokens, which prompt_embeds does not have"
+        raise ValueError(f"SamplingParams.repetition_penalty: {why}")

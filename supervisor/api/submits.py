@@ -2,6 +2,7 @@
 
 import random
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -18,45 +19,37 @@ from meshlm.supervisor.api.offline_prompts import Given
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams, check_embeds
 
+Params = SamplingParams | Sequence[SamplingParams] | None
+
 
 class Submits:
     """Of one mesh. The prompts' seeds are drawn here, in their order."""
 
     def __init__(self, config: MeshConfig, client: Client) -> None:
-        self._config, self._client = config, client
+        self._config, self._resolved, self._client = config, config.require_resolved(), client
+        self._vocab_size = self._resolved.spec.vocab_size
         self._draws = random.Random(config.model.seed or 0)  # of the seeds of prompts without one
 
     @property
-    def _vocab_size(self) -> int:
-        assert self._config.resolved is not None
-        return self._config.resolved.spec.vocab_size
-
-    @property
-    def _default(self) -> SamplingParams:
-        assert self._config.resolved is not None
-        return SamplingParams(**self._config.resolved.generation_defaults)  # type: ignore[arg-type]
+    def default(self) -> SamplingParams:
+        """The settings that the model's own generation_config.json has."""
+        return SamplingParams(**self._resolved.generation_defaults)  # type: ignore[arg-type]
 
     def checked(
-        self,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        count: int,
-        priority: Sequence[int] | None,
-        keep: int | None,
+        self, params: Params, count: int, priority: Sequence[int] | None, keep: int | None
     ) -> tuple[list[SamplingParams], list[int]]:
         """The settings and the priority of each prompt. ValueError."""
-        if self._config.resolved is not None and self._config.resolved.pooling is not None:
-            raise ValueError(
-                "the model gives vectors, and no text (runner); embed, classify, score and encode are its methods"
-            )
-        params = self._default if params is None else params
+        if self._resolved.pooling is not None:
+            methods = "embed, classify, score and encode are its methods"
+            raise ValueError(f"the model gives vectors, and no text (runner); {methods}")
+        params = self.default if params is None else params
         each = [params] * count if not isinstance(params, Sequence) else list(params)
         if len(each) != count:
             raise ValueError(f"{count} prompts and {len(each)} sampling_params")
         ranks = [0] * count if priority is None else list(priority)
         if len(ranks) != count:
             raise ValueError(f"{count} prompts and {len(ranks)} of priority")
-        if any(ranks) and self._config.scheduler.scheduling_policy != "priority":
-            raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')
+        check_priority(any(ranks), self._config)
         if keep is not None:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
@@ -67,9 +60,8 @@ class Submits:
 
     def _check_processors(self, params: SamplingParams) -> None:
         """Asks the logits processors whether they take these. ValueError."""
-        assert self._config.resolved is not None
-        names = self._config.resolved.logits_processors
-        own = {WHISPER_TIMESTAMPS} if self._config.resolved.speech is not None else set[str]()
+        names = self._resolved.logits_processors
+        own = {WHISPER_TIMESTAMPS} if self._resolved.speech is not None else set[str]()
         if (params.extra_args or {}).keys() - own and not names:
             raise ValueError("SamplingParams.extra_args: there are no logits_processors that would read them")
         if names:
@@ -79,20 +71,13 @@ class Submits:
                 raise ValueError(str(error).replace("vllm_xargs", "SamplingParams.extra_args")) from None
 
     def of(
-        self,
-        prompts: Iterator[Given],
-        each: Sequence[SamplingParams],
-        ranks: Sequence[int],
-        run: str,
-        dp_rank: int = -1,
+        self, prompts: Iterator[Given], each: Sequence[SamplingParams], ranks: Sequence[int], dp_rank: int = -1
     ) -> Iterator[tuple[Submit, RequestOutput]]:
-        """What is sent for each prompt, made when it is asked for, and what its tokens go to. run: begins the requests' names."""
-        assert self._config.resolved is not None
-        eos = self._config.resolved.eos_token_ids
-        server = self._config.server
+        """What is sent for each prompt, made when it is asked for, and what its tokens go to."""
+        run, eos, server = uuid.uuid4().hex, self._resolved.eos_token_ids, self._config.server
         constraints = server.structured_outputs
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
-            name, prompt = request_name(run, number), given.prompt
+            name, prompt = f"{run}-{number}", given.prompt
             if (vectors := find_extra(media_of(prompt), PromptEmbeds)) is not None:
                 prompt = tensor_files.prompt_of(tensor_files.kept(vectors, params.truncate_prompt_tokens or 0, "left"))
                 check_embeds(params)
@@ -123,6 +108,7 @@ def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:
     return not isinstance(prompt, TokenPrompt) or bool(params.truncate_prompt_tokens)
 
 
-def request_name(run: str, number: int) -> str:
-    """The request_id of one prompt of those that were given together."""
-    return f"{run}-{number}"
+def check_priority(is_asked: bool, config: MeshConfig) -> None:
+    """ValueError for a priority that nobody would heed."""
+    if is_asked and config.scheduler.scheduling_policy != "priority":
+        raise ValueError('priority: requests wait in order of arrival (scheduling_policy="fcfs")')

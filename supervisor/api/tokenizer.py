@@ -11,6 +11,7 @@ import msgspec
 from meshlm.protocol.edges.text import ChatPrompt, Prompt, TextPrompt
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
+from meshlm.supervisor.errors import raised_as
 
 
 class Tokenizer:
@@ -51,11 +52,8 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str | list[int]:
         """A conversation as a prompt: its token ids, or with tokenize=False its text."""
-        ids = self._ids(
-            chat_prompt(
-                conversation, tools, chat_template, template_kwargs, add_generation_prompt, continue_final_message
-            )
-        )
+        template = (chat_template, template_kwargs, add_generation_prompt, continue_final_message)
+        ids = self._ids(chat_prompt(conversation, tools, *template))
         return ids if tokenize else self._text(ids)
 
 
@@ -69,12 +67,10 @@ def chat_prompt(
     add_special_tokens: bool = False,
 ) -> ChatPrompt:
     """A conversation for the mesh. ValueError says what of it no template could show, such as an image."""
-    try:
+    with raised_as(ValueError, RequestError):
         check_messages(messages)
         check_tools(tools or [])
         check_template_kwargs(template_kwargs or {})
-    except RequestError as error:
-        raise ValueError(error.message) from None
     return ChatPrompt(
         messages_json=msgspec.json.encode(messages),
         tools_json=msgspec.json.encode(tools) if tools else b"",

@@ -1,16 +1,16 @@
 """`LLM.embed`, `classify`, `score`, `reward` and `encode`: what they ask of the mesh, and their results, with vLLM's names."""
 
+import dataclasses
 import os
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
-from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import PairPrompt, Prompt, Submit, TextParams, TextPrompt, TokenPrompt
@@ -22,9 +22,9 @@ from meshlm.protocol.wire.ids import Handle
 from meshlm.runtime import io_processors
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 from meshlm.supervisor.api.arguments import refuse
-from meshlm.supervisor.api.background import Background, unless_ended
-from meshlm.supervisor.api.client import Client, name_of
-from meshlm.supervisor.api.offline_prompts import many, of_generate, of_tokenization
+from meshlm.supervisor.api.background import Background, Bar, progress_bar, unless_ended
+from meshlm.supervisor.api.client import name_of
+from meshlm.supervisor.api.offline_prompts import Given, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ class PoolingParams:
     dimensions: int | None = None
     use_activation: bool | None = None
     task: PoolingTask | None = None
+
+
+ManyPoolingParams = PoolingParams | Sequence[PoolingParams] | None
+Texts = str | Sequence[str]
 
 
 @dataclass(repr=False)
@@ -98,98 +102,6 @@ class PoolingRequestOutput:
     finished: bool = True
 
 
-class Asking:
-    """One call: its prompts and how their vectors are made."""
-
-    def __init__(self, spec: PoolingSpec | None, client: Client, max_model_len: int) -> None:
-        if spec is None:
-            raise ValueError('the model gives text, and no vectors; make it with LLM(..., runner="pooling")')
-        self.spec, self._client, self._max_model_len = spec, client, max_model_len
-
-    def pool(self, task: PoolingTask, params: PoolingParams) -> Pool:
-        """What a prompt asks for. ValueError."""
-        spec = self.spec
-        task = params.task or task
-        if task not in spec.tasks:
-            raise ValueError(f"the model does not support the task {task!r}; it has {', '.join(map(repr, spec.tasks))}")
-        cut = params.dimensions
-        if cut is not None:
-            if not task.endswith("embed"):
-                raise ValueError(f"dimensions: the task {task!r} has none")
-            if not spec.matryoshka:
-                raise ValueError("dimensions: the model does not support Matryoshka embeddings")
-            allowed = spec.matryoshka_dimensions
-            if not 1 <= cut <= spec.size or (allowed and cut not in allowed):
-                raise ValueError(f"dimensions: the model supports {allowed or f'1 to {spec.size}'}, got {cut}")
-        return spec.pool(task, activation=params.use_activation, dimensions=cut or 0)
-
-    def submits(
-        self, prompts: Sequence[Prompt], salts: Sequence[str], pools: Sequence[tuple[Pool, PoolingParams]]
-    ) -> Iterator[tuple[Submit, RequestOutput]]:
-        """One for each prompt."""
-        run = uuid.uuid4().hex
-        for number, (prompt, salt, (pool, params)) in enumerate(zip(prompts, salts, pools, strict=True)):
-            name = f"{run}-{number}"
-            submit = Submit(
-                handles=(Handle(self._client.new_handle()),),
-                request_ids=(name_of(name, 0),),
-                prompt=prompt,
-                sampling=SamplingParams(),
-                text=self._text(params.truncate_prompt_tokens),
-                max_tokens=1,
-                want_ids=True,
-                cache_salt=salt,
-                arrival_s=time.time(),
-                extras=(pool,),
-            )
-            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
-            yield submit, RequestOutput(name, None, ids, [CompletionOutput(0)])
-
-    def _text(self, keep: int | None) -> TextParams:
-        if keep is None:
-            return TextParams()
-        if keep == 0 or not -1 <= keep <= self._max_model_len:
-            raise ValueError(f"truncate_prompt_tokens: must be -1, or 1 to {self._max_model_len}, got {keep}")
-        return TextParams(truncate_prompt_tokens=self._max_model_len if keep < 0 else keep, truncation_side="right")
-
-    def each(
-        self, task: PoolingTask, params: Any, count: int, tokenization_kwargs: Mapping[str, Any] | None
-    ) -> tuple[list[tuple[Pool, PoolingParams]], dict[str, Any]]:
-        """The task of each prompt, and options for its tokens."""
-        options = of_tokenization(tokenization_kwargs)
-        keep = options.pop("truncate_prompt_tokens", None)
-        given = (
-            [PoolingParams() if params is None else params] * count
-            if not isinstance(params, Sequence)
-            else list(params)
-        )
-        if len(given) != count:
-            raise ValueError(f"{count} prompts and {len(given)} pooling_params")
-        own = [
-            one if keep is None else PoolingParams(keep, one.dimensions, one.use_activation, one.task) for one in given
-        ]
-        return [(self.pool(task, one), one) for one in own], options
-
-    def inputs(self, prompts: Any, options: dict[str, Any]) -> tuple[list[Prompt], list[str]]:
-        """Prompts as `LLM.generate` takes them, and their salts."""
-        found = [of_generate(item, **options) for item in many(prompts)]
-        return [one.prompt for one in found], [one.cache_salt for one in found]
-
-    def pairs(self, first: Any, second: Any, joined: bool) -> tuple[list[Prompt], list[tuple[int, int]], int]:
-        """The prompts of `LLM.score`, which of two texts go together, and how many come first."""
-        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (first, second))
-        if not queries or not documents or len(queries) not in (1, len(documents)):
-            raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
-        if not all(isinstance(text, str) for text in (*queries, *documents)):
-            raise ValueError("score: texts are compared, and nothing else")
-        indices = [(place if len(queries) > 1 else 0, place) for place in range(len(documents))]
-        if self.spec.scores_by == "classify":
-            if self.spec.size != 1:
-                raise ValueError("score: the model has several labels; a classifier with one compares texts")
-            return [PairPrompt(queries[query], documents[place], joined) for query, place in indices], indices, 0
-        return [TextPrompt(text) for text in (*queries, *documents)], indices, len(queries)
-
-
 def result_of(request: RequestOutput, pool: Pool, kind: type[PoolingOutput]) -> PoolingRequestOutput:
     """What the mesh gave for one prompt."""
     flat, rows = array("f", request.outputs[0].pooled), 0
@@ -226,19 +138,24 @@ class Vectors:
     """The methods of an `LLM` for vectors and scores. ValueError for bad input, and where the model has no such task."""
 
     def __init__(self, config: MeshConfig, background: Background) -> None:
-        assert config.resolved is not None
-        self._resolved, self._background, self._client = config.resolved, background, background.client
-        self.serves = config.resolved.pooling is not None
+        self._resolved, self._background, self._client = config.require_resolved(), background, background.client
+        self.serves = self._resolved.pooling is not None
         self._processor: io_processors.IOProcessor | None = None
         if name := config.server.io_processor_plugin:
             self._processor = io_processors.make(name, config, os.environ)
 
+    @property
+    def _spec(self) -> PoolingSpec:
+        if self._resolved.pooling is None:
+            raise ValueError('the model gives text, and no vectors; make it with LLM(..., runner="pooling")')
+        return self._resolved.pooling
+
     def encode(
         self,
         prompts: Any,
-        pooling_params: Any = None,
+        pooling_params: ManyPoolingParams = None,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         lora_request: None = None,
         pooling_task: PoolingTask | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -246,36 +163,23 @@ class Vectors:
     ) -> list[PoolingRequestOutput]:
         """See `LLM.encode`. tokenization_kwargs: add_special_tokens, truncate_prompt_tokens."""
         if isinstance(prompts, dict) and "data" in prompts:
-            return [self._processed(prompts["data"], pooling_params, pooling_task, tokenization_kwargs, use_tqdm)]
-        submits, pools = self._asked(prompts, pooling_params, lora_request, pooling_task, tokenization_kwargs)
+            if self._processor is None:
+                raise ValueError("data: make the LLM with io_processor_plugin=NAME")
+            texts = io_processors.prompts_of(self._processor, prompts["data"], "")
+            inputs = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in texts]
+            options: Any = {"pooling_task": pooling_task, "tokenization_kwargs": tokenization_kwargs}
+            vectors = [one.outputs.values for one in self.encode(inputs, pooling_params, use_tqdm=use_tqdm, **options)]
+            return [PoolingRequestOutput("", io_processors.answer_of(self._processor, vectors, ""), [])]
+        refuse(lora_request=lora_request)
+        submits, pools = self._asked(prompts, pooling_params, pooling_task, tokenization_kwargs)
         found = self._run(submits, len(pools), use_tqdm)
         return [result_of(request, pool, kind) for request, pool in zip(found, pools, strict=True)]
-
-    def _processed(
-        self,
-        data: Any,
-        params: Any,
-        task: PoolingTask | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
-        use_tqdm: bool | Callable[..., Any],
-    ) -> PoolingRequestOutput:
-        """What the I/O processor makes of data and of the vectors of its prompts; it is the result's `outputs`."""
-        if self._processor is None:
-            raise ValueError("data: make the LLM with io_processor_plugin=NAME")
-        prompts = io_processors.prompts_of(self._processor, data, "")
-        inputs = [one if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
-        found = self.encode(
-            inputs, params, pooling_task=task, tokenization_kwargs=tokenization_kwargs, use_tqdm=use_tqdm
-        )
-        vectors = [one.outputs.values for one in found]
-        return PoolingRequestOutput("", io_processors.answer_of(self._processor, vectors, ""), [])
 
     def begin(
         self, prompt: Any, params: PoolingParams | None, priority: int, tokenization_kwargs: Mapping[str, Any] | None
     ) -> "Future[PoolingRequestOutput]":
         """Asks for one prompt's vector, for somebody who does not wait here."""
-        submits, (pool,) = self._asked([prompt], params, None, None, tokenization_kwargs)
-        ((submit, request),) = submits
+        ((submit, request),), (pool,) = self._asked([prompt], params, None, tokenization_kwargs)
 
         async def answered() -> PoolingRequestOutput:
             asked = iter([(replace(submit, priority=priority), request)])
@@ -285,29 +189,13 @@ class Vectors:
 
         return self._background.start(answered())
 
-    def _asked(
-        self,
-        prompts: Any,
-        params: Any,
-        lora_request: None,
-        task: PoolingTask | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[Iterator[tuple[Submit, RequestOutput]], list[Pool]]:
-        """What the mesh is asked for these prompts, and what is made of each."""
-        refuse(lora_request=lora_request)
-        asking = self._asking()
-        task = task or asking.spec.tasks[0]
-        pools, options = asking.each(task, params, len(many(prompts)), tokenization_kwargs)
-        inputs, salts = asking.inputs(prompts, options)
-        return asking.submits(inputs, salts, pools), [pool for pool, _ in pools]
-
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Texts,
+        data_2: Texts,
         /,
         *,
-        use_tqdm: bool | Callable[..., Any] = True,
+        use_tqdm: Bar = True,
         pooling_params: PoolingParams | None = None,
         lora_request: None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
@@ -318,18 +206,99 @@ class Vectors:
         if chat_template is not None:
             text = "pairs are put together by the tokenizer; write the texts as the model wants them"
             raise ValueError(f"chat_template: {text}")
-        asking = self._asking()
-        prompts, indices, first = asking.pairs(data_1, data_2, joined=not self._resolved.spec.encoder_only)
-        pools, _ = asking.each(asking.spec.scores_by, pooling_params, len(prompts), tokenization_kwargs)
-        found = self._run(asking.submits(prompts, [""] * len(prompts), pools), len(prompts), use_tqdm)
+        prompts, indices, first = self._pairs(data_1, data_2)
+        pools, _ = self._pools(self._spec.scores_by, pooling_params, len(prompts), tokenization_kwargs)
+        given = [Given(prompt, None) for prompt in prompts]
+        found = self._run(self._submits(given, pools), len(prompts), use_tqdm)
         return scores_of(found, pools[0][0], indices, first)
 
-    def _asking(self) -> Asking:
-        return Asking(self._resolved.pooling, self._client, self._resolved.max_model_len)
+    def _asked(
+        self,
+        prompts: Any,
+        params: ManyPoolingParams,
+        task: PoolingTask | None,
+        tokenization_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[Iterator[tuple[Submit, RequestOutput]], list[Pool]]:
+        """What the mesh is asked for these prompts, and what is made of each."""
+        items = many(prompts)
+        pools, options = self._pools(task or self._spec.tasks[0], params, len(items), tokenization_kwargs)
+        given = [of_generate(item, **options) for item in items]
+        return self._submits(given, pools), [pool for pool, _ in pools]
 
-    def _run(
-        self, submits: Iterator[tuple[Submit, RequestOutput]], count: int, use_tqdm: bool | Callable[..., Any]
-    ) -> list[RequestOutput]:
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with make_bar(total=count, desc="Pooling", disable=not use_tqdm, dynamic_ncols=True) as bar:
+    def _pools(
+        self, task: PoolingTask, params: ManyPoolingParams, count: int, tokenization_kwargs: Mapping[str, Any] | None
+    ) -> tuple[list[tuple[Pool, PoolingParams]], dict[str, Any]]:
+        """The task of each prompt, and options for its tokens."""
+        options, keep = of_tokenization(tokenization_kwargs)
+        given = list(params) if isinstance(params, Sequence) else [params or PoolingParams()] * count
+        if len(given) != count:
+            raise ValueError(f"{count} prompts and {len(given)} pooling_params")
+        if keep is not None:
+            given = [dataclasses.replace(one, truncate_prompt_tokens=keep) for one in given]
+        return [(self._pool(task, one), one) for one in given], options
+
+    def _pool(self, task: PoolingTask, params: PoolingParams) -> Pool:
+        """What a prompt asks for. ValueError."""
+        spec = self._spec
+        task = params.task or task
+        if task not in spec.tasks:
+            raise ValueError(f"the model does not support the task {task!r}; it has {', '.join(map(repr, spec.tasks))}")
+        cut = params.dimensions
+        if cut is not None:
+            if not task.endswith("embed"):
+                raise ValueError(f"dimensions: the task {task!r} has none")
+            if not spec.matryoshka:
+                raise ValueError("dimensions: the model does not support Matryoshka embeddings")
+            allowed = spec.matryoshka_dimensions
+            if not 1 <= cut <= spec.size or (allowed and cut not in allowed):
+                raise ValueError(f"dimensions: the model supports {allowed or f'1 to {spec.size}'}, got {cut}")
+        return spec.pool(task, activation=params.use_activation, dimensions=cut or 0)
+
+    def _submits(
+        self, given: Sequence[Given], pools: Sequence[tuple[Pool, PoolingParams]]
+    ) -> Iterator[tuple[Submit, RequestOutput]]:
+        """One for each prompt."""
+        run = uuid.uuid4().hex
+        for number, ((prompt, _, salt), (pool, params)) in enumerate(zip(given, pools, strict=True)):
+            name = f"{run}-{number}"
+            submit = Submit(
+                handles=(Handle(self._client.new_handle()),),
+                request_ids=(name_of(name, 0),),
+                prompt=prompt,
+                sampling=SamplingParams(),
+                text=self._text(params.truncate_prompt_tokens),
+                max_tokens=1,
+                want_ids=True,
+                cache_salt=salt,
+                arrival_s=time.time(),
+                extras=(pool,),
+            )
+            ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
+            yield submit, RequestOutput(name, None, ids, [CompletionOutput(0)])
+
+    def _text(self, keep: int | None) -> TextParams:
+        if keep is None:
+            return TextParams()
+        most = self._resolved.max_model_len
+        if keep == 0 or not -1 <= keep <= most:
+            raise ValueError(f"truncate_prompt_tokens: must be -1, or 1 to {most}, got {keep}")
+        return TextParams(truncate_prompt_tokens=most if keep < 0 else keep, truncation_side="right")
+
+    def _pairs(self, first: Texts, second: Texts) -> tuple[list[Prompt], list[tuple[int, int]], int]:
+        """The prompts of `LLM.score`, which of two texts go together, and how many come first."""
+        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (first, second))
+        if not queries or not documents or len(queries) not in (1, len(documents)):
+            raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
+        if not all(isinstance(text, str) for text in (*queries, *documents)):
+            raise ValueError("score: texts are compared, and nothing else")
+        indices = [(place if len(queries) > 1 else 0, place) for place in range(len(documents))]
+        if self._spec.scores_by == "classify":
+            if self._spec.size != 1:
+                raise ValueError("score: the model has several labels; a classifier with one compares texts")
+            joined = not self._resolved.spec.encoder_only
+            return [PairPrompt(queries[query], documents[place], joined) for query, place in indices], indices, 0
+        return [TextPrompt(text) for text in (*queries, *documents)], indices, len(queries)
+
+    def _run(self, submits: Iterator[tuple[Submit, RequestOutput]], count: int, use_tqdm: Bar) -> list[RequestOutput]:
+        with progress_bar(use_tqdm, count, "Pooling") as bar:
             return self._background.ask(self._client.run(submits, bar))

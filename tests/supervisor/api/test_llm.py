@@ -18,7 +18,8 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
     def resolve(config: MeshConfig, at_most: int | None) -> Any:
-        return SimpleNamespace(model=config.model, scheduler=config.scheduler, server=config.server, resolved=resolved)
+        sections = {name: getattr(config, name) for name in ("model", "scheduler", "server")}
+        return SimpleNamespace(**sections, require_resolved=lambda: resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
     monkeypatch.setattr("meshlm.supervisor.settings.resolve.for_mesh", resolve)
@@ -31,7 +32,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def seeds(llm: LLM, params: SamplingParams) -> list[int]:
-    made = llm._submits.of(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0], "run")
+    made = llm._submits.of(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0])
     return [submit.sampling.seed for submit, _ in made]
 
 

@@ -147,8 +147,11 @@ def test_what_are_no_sounds(item: object, said: str) -> None:
 
 
 def test_what_the_tokenizer_is_told() -> None:
-    assert of_tokenization(None) == {}
-    assert of_tokenization({"add_special_tokens": False}) == {"add_special_tokens": False}
+    assert of_tokenization(None) == ({}, None)
+    assert of_tokenization({"add_special_tokens": False}) == ({"add_special_tokens": False}, None)
+    given = {"add_special_tokens": True, "truncate_prompt_tokens": 3}
+    assert of_tokenization(given) == ({"add_special_tokens": True}, 3)
+    assert given["truncate_prompt_tokens"] == 3, "the caller's is changed"
     assert of_generate("a", add_special_tokens=False).prompt == TextPrompt("a", False)
     with pytest.raises(ValueError, match="tokenization_kwargs: 'padding'"):
         of_tokenization({"padding": True})
