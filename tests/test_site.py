@@ -53,5 +53,5 @@ def test_commands_in_a_page_are_there(page: Path) -> None:
         given = SHORT.findall(line.replace("\\", " "))
         if command in ("bench", "launch") or not given:
             continue
-        taken = main.whole_parser()._subparsers._group_actions[0].choices[command]._option_string_actions  # type: ignore[union-attr,index]
+        taken = main.parser_of([])._subparsers._group_actions[0].choices[command]._option_string_actions  # type: ignore[union-attr,index]
         assert [flag for flag in given if flag not in taken] == [], f"{page.name}: meshlm {line}"

@@ -88,16 +88,12 @@ def _node_of(config: MeshConfig, local: int, there: Collection[int]) -> int | No
         return sorted(there)[local % len(there)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = visible.split(",")[local] if visible and local < len(visible.split(",")) else str(local)
-    import shutil  # every process imports this module, and few come here
-    import subprocess
+    from meshlm.runtime import nvidia_smi  # every process imports this module, and few come here
 
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", f"--id={chosen}", "--query-gpu=pci.bus_id", "--format=csv,noheader"]
     try:
-        bus = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.strip().lower()
+        bus = "".join(nvidia_smi.query("pci.bus_id", f"--id={chosen}") or ()).lower()
         number = int((Path("/sys/bus/pci/devices") / re.sub("^0000", "", bus) / "numa_node").read_text("ascii"))
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, ValueError):
         return None
     return number if number in there else None  # -1: there is one node
 

@@ -5,30 +5,18 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 
 import zmq
 
 from meshlm import __version__
+from meshlm.runtime import nvidia_smi
 from meshlm.supervisor.errors import StartError, UsageError
 
-PACKAGES = [
-    "torch",
-    "triton",
-    "pyzmq",
-    "msgspec",
-    "uvloop",
-    "starlette",
-    "uvicorn",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "gguf",
-    "numpy",
-    "structlog",
-]
+PACKAGES = (
+    *("torch", "triton", "pyzmq", "msgspec", "uvloop", "starlette", "uvicorn", "transformers", "tokenizers"),
+    *("safetensors", "gguf", "numpy", "structlog"),
+)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -85,19 +73,14 @@ def _cpu_name() -> str:
 
 
 def _gpu() -> str:
-    """The driver's lines about GPUs; nvidia-smi is enough and needs no CUDA context."""
-    if shutil.which("nvidia-smi") is None:
-        return "none (no nvidia-smi)"
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
+        found = nvidia_smi.query("name,memory.total,driver_version")
+    except OSError as error:
         return f"unknown ({error})"
-    return "; ".join(done.stdout.strip().splitlines())
+    return "none (no nvidia-smi)" if found is None else "; ".join(found)
 
 
 def run_keys(arguments: argparse.Namespace) -> int:
-
     public, secret = zmq.curve_keypair()
     content = {"public_key": public.decode(), "secret_key": secret.decode()}
     try:
@@ -124,17 +107,15 @@ HOW = {
 def run_completion(arguments: argparse.Namespace) -> int:
     shell = arguments.shell or os.path.basename(os.environ.get("SHELL", ""))
     if shell not in SHELLS:
-        raise UsageError(
-            f"completion: no script is there for {shell or 'a shell without a name'}; for {', '.join(SHELLS)} there is"
-        )
+        name = shell or "a shell without a name"
+        raise UsageError(f"completion: no script is there for {name}; for {', '.join(SHELLS)} there is")
     sys.stdout.write(script(shell))
     return 0
 
 
 def script(shell: str) -> str:
-    """The script for a shell."""
     import shtab  # a part of a second that no other command needs
 
-    from meshlm.supervisor.cli.main import whole_parser
+    from meshlm.supervisor.cli.main import parser_of
 
-    return str(shtab.complete(whole_parser(), shell)) + "\n"
+    return str(shtab.complete(parser_of([]), shell)) + "\n"

@@ -65,7 +65,7 @@ def run(argv: list[str]) -> int:
             json_from_here()
         if argv[:1] == ["serve"]:
             say_repeated(typed, [setting.flag for setting in settings() if not setting.repeats])
-        parser = _parser(argv)
+        parser = parser_of(argv)
         arguments, unknown = parser.parse_known_args(argv)
         if unknown:
             command = _command(parser, argv)
@@ -120,12 +120,8 @@ def _wants_json(argv: list[str]) -> bool:
     return "--log-format=json" in argv or ("--log-format", "json") in itertools.pairwise(argv)
 
 
-def whole_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
-    return _parser([])
-
-
-def _parser(argv: list[str]) -> argparse.ArgumentParser:
+def parser_of(argv: list[str]) -> argparse.ArgumentParser:
+    """The parser of the command that these words name; of all commands where they name none."""
     parser = _OneLineParser(prog="meshlm", description="Serve large language models from a mesh of processes.")
     parser.add_argument("-v", "--version", action="version", version=f"meshlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)

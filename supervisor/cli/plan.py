@@ -6,7 +6,6 @@ its answer: detokenizer/check.py, workers/check.py and frontend/check.py.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ import msgspec
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.model import AUTO_LEN
 from meshlm.protocol.wire.ids import Role
-from meshlm.runtime import platforms
+from meshlm.runtime import nvidia_smi, platforms
 from meshlm.runtime.model_files.gguf_files import files_of
 from meshlm.runtime.model_files.object_store import AnyPath, folder_of
 from meshlm.runtime.process.readable import readable
@@ -34,8 +33,7 @@ _WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
 
 def lines(config: MeshConfig, run_dir: Path) -> Iterator[str]:
     """Of a resolved and settled configuration."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     yield f"{resolved.served_names[0]}: {resolved.spec.architecture} from {resolved.model_path} ({resolved.load_format})"
     yield f"on {resolved.device} in {resolved.dtype}, context {resolved.max_model_len}, {resolved.max_num_seqs} requests at a time,"
     yield f"    {resolved.max_num_batched_tokens} tokens a step"
@@ -64,8 +62,7 @@ def _shown(value: Any) -> Any:
 
 def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     """What the weights and the KV cache take, about: what a step needs beside them is known when it has run."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     parallel, spec = config.parallel, resolved.spec
     share = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     where = folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)
@@ -89,42 +86,26 @@ def memory(config: MeshConfig) -> Iterator[tuple[str, str]]:
     if budget is None:
         yield "KV cache", why
     elif budget < longest:
-        yield (
-            "KV cache",
-            f"{_size(max(budget, 0))} ({why}): too little for the longest request; "
-            + (
-                "the context will be shorter"
-                if config.model.max_model_len == AUTO_LEN
-                else "--max-model-len, or more memory"
-            ),
-        )
+        is_auto = config.model.max_model_len == AUTO_LEN
+        advice = "the context will be shorter" if is_auto else "--max-model-len, or more memory"
+        yield "KV cache", f"{_size(max(budget, 0))} ({why}): too little for the longest request; {advice}"
     else:
-        yield (
-            "KV cache",
-            f"{_size(budget)} ({why}): "
-            + (f"{budget // per_token} tokens, " if not encoder else "")
-            + f"{budget // longest} requests at their longest",
-        )
+        tokens = "" if encoder else f"{budget // per_token} tokens, "
+        yield "KV cache", f"{_size(budget)} ({why}): {tokens}{budget // longest} requests at their longest"
 
 
 def _budget(config: MeshConfig, weights: int) -> tuple[int | None, str]:
     """Bytes of the KV cache of one worker, about, and where the number comes from."""
-    resolved = config.resolved
-    assert resolved is not None
     if config.cache.kv_cache_memory:
         return config.cache.kv_cache_memory, "--kv-cache-memory"
-    platform = platforms.named(resolved.device)
+    device = config.require_resolved().device
+    platform = platforms.named(device)
     if (budget := platform.kv_cache_bytes()) is not None:
-        rule = (
-            "a quarter of the available memory, 4 GiB at most"
-            if resolved.device == "cpu"
-            else f"as --device {resolved.device} has it"
-        )
-        return budget, rule
+        of_cpu = "a quarter of the available memory, 4 GiB at most"
+        return budget, of_cpu if device == "cpu" else f"as --device {device} has it"
     if not platform.has_weights:
         return None, "none; the fake device keeps no tensors"
-    total = gpu_bytes()
-    if total is None:
+    if (total := gpu_bytes()) is None:
         return None, "not known: no GPU tells its size here"
     utilization = config.cache.gpu_memory_utilization
     text = f"{utilization:g} of {_size(total)}, less the weights; a step takes some of it"
@@ -133,13 +114,9 @@ def _budget(config: MeshConfig, weights: int) -> tuple[int | None, str]:
 
 def gpu_bytes() -> int | None:
     """The memory of the smallest GPU; None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-        return min(int(word) for word in said) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(int(line.removesuffix(" MiB")) for line in nvidia_smi.query("memory.total") or ()) << 20
+    except (OSError, ValueError):
         return None
 
 

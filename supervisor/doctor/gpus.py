@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshlm.runtime import nvidia_smi
 from meshlm.supervisor.doctor.findings import Finding, failed, ok, skipped, warning
 
 PACKAGES = {"torch": ((2, 11), (2, 14)), "triton": ((3, 6), (4, 0))}  # from, and before
@@ -67,28 +67,21 @@ def driver(version: str | None, cuda: str | None) -> Finding:
     if version is None:
         return skipped("driver", "no NVIDIA driver (no nvidia-smi): the CPU is used")
     if cuda is None:
-        return failed(
-            "driver", f"{version}, and torch is built without CUDA", "install a torch with CUDA: pip install torch"
-        )
+        found = f"{version}, and torch is built without CUDA"
+        return failed("driver", found, "install a torch with CUDA: pip install torch")
     needed = DRIVERS.get(int(cuda.partition(".")[0]), 0)
     found = f"{version}, for torch's CUDA {cuda}"
     if int(version.partition(".")[0]) < needed:
-        return failed(
-            "driver", found, f"update it to {needed} or newer, or install the cuda-compat package of CUDA {cuda}"
-        )
+        advice = f"update it to {needed} or newer, or install the cuda-compat package of CUDA {cuda}"
+        return failed("driver", found, advice)
     return ok("driver", found)
 
 
 def gpus(asked: Mapping[str, Any], has_driver: bool) -> list[Finding]:
     """One line for each GPU, one for the ways between them, one for NCCL."""
     if problem := asked.get("problem"):
-        return [
-            failed(
-                "gpu",
-                problem,
-                "torch does not work with this driver: see the lines above, and reboot after an update of it",
-            )
-        ]
+        advice = "torch does not work with this driver: see the lines above, and reboot after an update of it"
+        return [failed("gpu", problem, advice)]
     there = asked["gpus"]
     if not there:
         if has_driver:
@@ -97,19 +90,13 @@ def gpus(asked: Mapping[str, Any], has_driver: bool) -> list[Finding]:
         return [skipped("gpu", "none: --device cpu")]
     found = [_gpu(number, gpu, asked["free"][number]) for number, gpu in enumerate(there)]
     found.append(ok("nccl", ".".join(map(str, asked["nccl"]))))
-    if len(there) > 1:
-        lacking = [
-            f"{i}-{j}" for i, row in enumerate(asked["peers"]) for j, there in enumerate(row) if i < j and not there
-        ]
-        if lacking:
-            text = f"no direct way between GPUs {', '.join(lacking)}"
-            found.append(
-                warning(
-                    "peer access", text, "tensor parallelism is slow there: prefer -dp or -pp; see nvidia-smi topo -m"
-                )
-            )
-        else:
-            found.append(ok("peer access", "between all GPUs"))
+    peers = asked["peers"]
+    pairs = [(i, j) for i in range(len(there)) for j in range(i + 1, len(there))]
+    if lacking := [f"{i}-{j}" for i, j in pairs if not peers[i][j]]:
+        text, advice = f"no direct way between GPUs {', '.join(lacking)}", "prefer -dp or -pp; see nvidia-smi topo -m"
+        found.append(warning("peer access", text, f"tensor parallelism is slow there: {advice}"))
+    elif pairs:
+        found.append(ok("peer access", "between all GPUs"))
     return found
 
 
@@ -119,11 +106,8 @@ def _gpu(number: int, gpu: Mapping[str, Any], free: int) -> Finding:
     if capability < MIN_CAPABILITY:
         return warning(name, found, "kernels are made for capability 8.0 and newer")
     if free < gpu["memory"] // 2:
-        return warning(
-            name,
-            found,
-            "another program has more than half of it: nvidia-smi names it; --gpu-memory-utilization takes less",
-        )
+        advice = "another program has more than half of it: nvidia-smi names it; --gpu-memory-utilization takes less"
+        return warning(name, found, advice)
     return ok(name, found)
 
 
@@ -136,28 +120,18 @@ def _version(name: str) -> str:
 
 def _driver() -> str | None:
     """Its version; None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
+        lines = nvidia_smi.query("driver_version") or [""]
+    except OSError:
         return None
-    return lines[0] if lines and lines[0][0].isdigit() else None
+    return lines[0] if lines[0][:1].isdigit() else None
 
 
 def _ask_torch() -> dict[str, Any]:
     """What torch sees; `problem` where it does not say."""
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    command, env = [sys.executable, "-P", "-c", _PROBE], {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        asked = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            timeout=ASK_S,
-            check=True,
-            env=environment,
-        )
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=True, env=env)
     except subprocess.TimeoutExpired:
         return {"problem": f"torch did not answer within {ASK_S:.0f} s"}
     except subprocess.CalledProcessError as error:
@@ -196,18 +170,11 @@ def communication(num_gpus: int, limit_s: float = LIMIT_S) -> Finding:
     backend, count = ("nccl", num_gpus) if num_gpus else ("gloo", 2)
     name = f"communication ({backend})"
     command = [sys.executable, "-P", "-c", _PROGRAM, backend]
+    options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": environment(os.environ)}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshlm-doctor-") as folder:  # of this user alone
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(count), f"{folder}/store", str(limit_s)],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment(os.environ),
-            )
-            for rank in range(count)
-        ]
+        words = [(*command, str(rank), str(count), f"{folder}/store", str(limit_s)) for rank in range(count)]
+        processes = [subprocess.Popen(each, text=True, **options) for each in words]
         problem = _wait(processes, begun + limit_s)
     if problem:
         return failed(name, problem, GPU_ADVICE if num_gpus else CPU_ADVICE)

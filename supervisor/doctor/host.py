@@ -42,9 +42,8 @@ def shared_memory(folder: Path) -> Finding:
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        return failed(
-            "shared memory", f"{folder}: {error.strerror}", f"mount a tmpfs at {folder}; NCCL needs it for several GPUs"
-        )
+        advice = f"mount a tmpfs at {folder}; NCCL needs it for several GPUs"
+        return failed("shared memory", f"{folder}: {error.strerror}", advice)
     free, whole = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
     found = f"{free / GIB:.1f} GiB of {whole / GIB:.1f} GiB free in {folder}"
     if free < SHM_NEEDED:
@@ -64,10 +63,8 @@ def locked_memory(soft: int) -> Finding:
     """RDMA between hosts locks its buffers."""
     if soft == resource.RLIM_INFINITY:
         return ok("locked memory", "unlimited")
-    found = f"{soft >> 10} KiB"
-    return Finding(
-        "locked memory", State.OK, found, "InfiniBand between hosts needs it unlimited: ulimit -l, LimitMEMLOCK="
-    )
+    advice = "InfiniBand between hosts needs it unlimited: ulimit -l, LimitMEMLOCK="
+    return Finding("locked memory", State.OK, f"{soft >> 10} KiB", advice)
 
 
 def memory(whole: int, available: int) -> Finding:
@@ -81,16 +78,11 @@ def memory(whole: int, available: int) -> Finding:
 
 def clock(state: int | None) -> Finding:
     """Deadlines and numbers of incarnations are wall-clock times, which nodes compare."""
+    why = "nodes of a mesh need the same time"
     if state is None:
-        return warning(
-            "clock",
-            "the kernel does not tell whether it is synchronised",
-            "nodes of a mesh need the same time: run NTP",
-        )
+        return warning("clock", "the kernel does not tell whether it is synchronised", f"{why}: run NTP")
     if state == _TIME_ERROR:
-        return warning(
-            "clock", "not synchronised", "nodes of a mesh need the same time: run chrony or systemd-timesyncd"
-        )
+        return warning("clock", "not synchronised", f"{why}: run chrony or systemd-timesyncd")
     return ok("clock", "synchronised")
 
 
@@ -103,15 +95,11 @@ def _clock_state() -> int | None:
 def compiler(path: str, header: Path) -> Finding:
     """Kernels are compiled on the machine that runs them."""
     if not path:
-        return failed(
-            "compiler", "no C compiler", "install gcc (or clang and set CC): kernels are compiled at the first start"
-        )
+        advice = "install gcc (or clang and set CC): kernels are compiled at the first start"
+        return failed("compiler", "no C compiler", advice)
     if not header.exists():
-        return warning(
-            "compiler",
-            f"{path}, but no {header}",
-            "install Python's headers (python3-dev): Triton's launcher needs them",
-        )
+        advice = "install Python's headers (python3-dev): Triton's launcher needs them"
+        return warning("compiler", f"{path}, but no {header}", advice)
     return ok("compiler", path)
 
 

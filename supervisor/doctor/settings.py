@@ -28,14 +28,12 @@ def findings(config: MeshConfig) -> list[Finding]:
 
 def port(config: MeshConfig) -> Finding:
     server = config.server
-    where = f"{server.address}:{server.port}"
     try:
         resolve.claim_port(server.address, server.port).close()
     except StartError as error:
-        return failed(
-            "port", str(error), "another program has it (ss -ltnp names it; `meshlm status` lists your meshes): --port"
-        )
-    return ok("port", f"{where} is free")
+        advice = "another program has it (ss -ltnp names it; `meshlm status` lists your meshes): --port"
+        return failed("port", str(error), advice)
+    return ok("port", f"{server.address}:{server.port} is free")
 
 
 def run_directory(config: MeshConfig) -> Finding:
@@ -65,11 +63,8 @@ def api_keys(config: MeshConfig) -> Finding:
         return ok("api keys", f"{len(server.api_key)} given")
     if server.is_local:
         return ok("api keys", "none: only this host is served")
-    return warning(
-        "api keys",
-        f"none, and whoever reaches {server.address} may use the server",
-        "set MESHLM_API_KEY, or leave --host out",
-    )
+    found = f"none, and whoever reaches {server.address} may use the server"
+    return warning("api keys", found, "set MESHLM_API_KEY, or leave --host out")
 
 
 def mesh_keys(path: str) -> Finding:
@@ -91,9 +86,8 @@ def cache(variable: str) -> Finding:
 
 def downloads() -> Finding:
     """Where models of the hub are kept."""
-    folder = Path(
-        os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ).expanduser()
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    folder = Path(os.environ.get("HF_HOME") or usual).expanduser()
     there = next(above for above in (folder, *folder.absolute().parents) if above.exists())
     free = shutil.disk_usage(there).free
     found = f"{free >> 30} GiB free at {folder}"
@@ -110,14 +104,9 @@ def model(config: MeshConfig) -> Finding:
     is_path = wanted.startswith((".", "/", "~")) or wanted.endswith(".gguf") or wanted.count("/") != 1
     if wanted and not is_path and not Path(wanted).exists():
         return ok("model", f"{wanted}, of the Hugging Face hub: it is fetched at the start")
+    names = ("tokenizer", "load_format", "model_impl", "trust_remote_code")
     try:
-        files = model_files.resolve_model(
-            wanted,
-            tokenizer=config.model.tokenizer,
-            load_format=config.model.load_format,
-            model_impl=config.model.model_impl,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        files = model_files.resolve_model(wanted, **{name: getattr(config.model, name) for name in names})
     except ModelFilesError as error:
         return failed("model", str(error), "docs/models.md says which architectures and formats are served")
     return ok("model", f"{files.path} ({files.spec.architecture}, {files.load_format})")

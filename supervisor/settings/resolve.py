@@ -28,8 +28,16 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError, raised_as
-from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization
-from meshlm.supervisor.settings import speculative, vectors
+from meshlm.supervisor.settings import (
+    compilation,
+    flag_rules,
+    notes,
+    parallel,
+    placement,
+    quantization,
+    speculative,
+    vectors,
+)
 from meshlm.supervisor.settings.rules import check
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
