@@ -11,3 +11,15 @@ class Drafting(ExtraKind, frozen=True, tag="drafting"):
     @property
     def max_drafts(self) -> int:
         return self.num_speculative_tokens
+
+
+NAME = "num_speculative_tokens"  # the field of a request
+
+
+def drafting_of(wanted: int | None, most: int) -> tuple[Drafting, ...]:
+    """The extra of a request with this field, at a server that drafts `most` tokens. ValueError where it wants more."""
+    if wanted is not None and wanted > most:
+        raise ValueError(
+            f"at most {most}, which the server drafts" if most else "the server drafts no tokens (--speculative-config)"
+        )
+    return () if wanted is None or wanted == most else (Drafting(wanted),)

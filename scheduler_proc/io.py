@@ -45,6 +45,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         lockstep=config.lockstep,
         sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
         kv_metrics_sample=observability.kv_cache_metrics_sample if observability.kv_cache_metrics else 0.0,
+        counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )

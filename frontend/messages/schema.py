@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.schema import MAX_TOKENS, Count, Priority, Salt, Share, Temperature
+from meshlm.frontend.openai.schema import MAX_TOKENS, Count, NumDrafts, Priority, Salt, Share, Temperature
 
 Json = dict[str, Any]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -86,6 +86,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     top_p: Share | None = None
     cache_salt: Salt | None = None
+    num_speculative_tokens: NumDrafts | None = None
     priority: Priority = 0
     container: Any = None
     diagnostics: Any = None

@@ -227,7 +227,8 @@ def _parsed(
     text = sampling_params.text_params(request, truncation, mesh.text.keep_special_tokens)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
-    extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling))
+    drafting = sampling_params.drafting(request, resolved)
+    extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling), *drafting)
     limits.check(prompts, sampling, extras, text, salt, num_sequences, bool(truncation), resolved)
     mesh = mesh._replace(
         prompts=prompts,

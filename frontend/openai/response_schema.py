@@ -85,13 +85,33 @@ class ChatCompletionResponseChoice(Struct):
 
 
 class PerRequestTimingMetrics(Struct):
-    """With --enable-per-request-metrics, of an answer with one choice."""
+    """With --enable-per-request-metrics, of an answer with one choice; else null."""
 
     time_to_first_token_ms: float | None
     generation_time_ms: float | None
     queue_time_ms: float | None
     mean_itl_ms: float | None
     tokens_per_second: float | None
+
+
+class SpeculativeDecodingMetrics(Struct):
+    """With --per-request-spec-decode-metrics, of the steps that had drafts. acceptance_histogram: by the number of accepted drafts;
+    ..._by_draft_length: the same, by the number of drafts. per_step_...: with detailed."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class PerRequestMetrics(PerRequestTimingMetrics):
+    speculative_decoding: SpeculativeDecodingMetrics | UnsetType = UNSET
 
 
 class _Answer(Struct, kw_only=True):
@@ -105,7 +125,7 @@ class _Answer(Struct, kw_only=True):
     service_tier: str | None
     kv_transfer_params: dict[str, Any] | None  # of what was derendered
     ec_transfer_params: dict[str, Any] | None
-    metrics: PerRequestTimingMetrics | None
+    metrics: PerRequestMetrics | None
 
 
 class ChatCompletionResponse(_Answer, kw_only=True):

@@ -10,11 +10,13 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds, limits, reading, reasoning, response_fields
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import (
+    DraftsTold,
     by_id,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs_json,
+    speculative_decoding,
     timing,
 )
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
@@ -58,6 +60,7 @@ class Response:
         self.has_begun = False
         self.fingerprint: str | None = None  # set by generation.py
         self.tells_times = False  # likewise
+        self.drafts_told: DraftsTold | None = None  # likewise
         self.num_cached: dict[int, int] = {}  # by prompt
         self.prompt: dict[int, Accepted] = {}  # by prompt
         self.error: HttpError | None = None
@@ -130,8 +133,16 @@ class Response:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def times(self) -> Json:
-        return {"metrics": timing(self.choices)} if self.tells_times else {}
+    def metrics(self) -> Json:
+        """The times of an answer with one choice, and its drafts; where neither is told, nothing."""
+        if not self.tells_times and self.drafts_told is None:
+            return {}
+        found: Json | None = timing(self.choices)
+        if found is not None and not self.tells_times:
+            found = dict.fromkeys(found)
+        if found is not None and self.drafts_told is not None:
+            found["speculative_decoding"] = speculative_decoding(self.choices[0], self.drafts_told)
+        return {"metrics": found}
 
     def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:
         """Logprobs with the names that the client wants for tokens."""
@@ -208,7 +219,7 @@ class WholeResponse(Response):
             **response_fields.NO_ANSWER,
             "usage": usage,
             "system_fingerprint": self.fingerprint,
-            **self.times(),
+            **self.metrics(),
         }
         rest |= self.passed_on()
         if self.options.is_chat:

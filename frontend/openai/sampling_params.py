@@ -9,6 +9,7 @@ from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Common
 from meshlm.protocol import samplers
 from meshlm.protocol.config import Resolved
+from meshlm.protocol.drafting import NAME, Drafting, drafting_of
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 
@@ -73,6 +74,14 @@ def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
     if len(msgspec.json.encode(given)) > MAX_XARGS_BYTES:
         raise field_error("vllm_xargs", f"at most {MAX_XARGS_BYTES} bytes")
     return given
+
+
+def drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
+    """What the request says of the tokens that are drafted for it."""
+    try:
+        return drafting_of(request.num_speculative_tokens, resolved.num_speculative_tokens)
+    except ValueError as error:
+        raise field_error(NAME, str(error)) from None
 
 
 def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:

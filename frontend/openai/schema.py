@@ -30,6 +30,7 @@ Logprobs = Annotated[int, Meta(ge=-1)]  # -1: of the whole vocabulary
 TokenId = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 Salt = Annotated[str, Meta(min_length=1)]
+NumDrafts = Annotated[int, Meta(ge=0)]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 TOOL_CHOICE = {
     "description": "A function forces a call of it, and required one of any of the tools.",
@@ -96,6 +97,9 @@ class SamplingFields(Samplers, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: Salt | None = None
+    num_speculative_tokens: NumDrafts | None = (
+        None  # drafted in a step, at most; the answer is the same with any number
+    )
 
 
 class Common(SamplingFields, frozen=True, kw_only=True):

@@ -183,7 +183,7 @@ class StreamResponse(Response):
         if self.error is not None:  # without ids: asked again, it begins where the text ends
             return data_event(self.error.response()) + DONE
         usage = (
-            self._event([], {"usage": self.usage(), **self._fingerprint(), **self.times()})
+            self._event([], {"usage": self.usage(), **self._fingerprint(), **self.metrics()})
             if self.options.include_usage
             else b""
         )

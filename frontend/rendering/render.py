@@ -8,6 +8,7 @@ from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import embeds
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol import samplers
+from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar, GrammarKind
@@ -109,6 +110,7 @@ def _sampling(parsed_request: ParsedRequest) -> Json:
     neutral = samplers.LlamaSamplers()
     found |= {name: own for name in samplers.NAMES if (own := getattr(sampling, name)) != getattr(neutral, name)}
     ends, grammar = set(sampling.eos_token_ids), find_extra(parsed_request.mesh.extras, Grammar)
+    drafting = find_extra(parsed_request.mesh.extras, Drafting)
     wanted: Json = {
         "seed": parsed_request.mesh.seed,
         "stop": list(text.stop) or None,
@@ -127,6 +129,7 @@ def _sampling(parsed_request: ParsedRequest) -> Json:
         "skip_special_tokens": None if text.skip_special_tokens else False,
         "structured_outputs": None if grammar is None or grammar.kind is GrammarKind.FREE else _constraint(grammar),
         "thinking_token_budget": None if grammar is None or grammar.thinking is None else grammar.thinking.num_tokens,
+        "num_speculative_tokens": None if drafting is None else drafting.num_speculative_tokens,
         "extra_args": sampling.extra_args or None,
         "timeout": parsed_request.mesh.timeout_s or None,
     }

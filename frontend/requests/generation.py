@@ -20,7 +20,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.response_fields import system_fingerprint
+from meshlm.frontend.openai.response_fields import drafts_told, system_fingerprint
 from meshlm.frontend.openai.responses import AnswerHead, Response, WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
@@ -103,6 +103,7 @@ class Generation:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._fingerprint = system_fingerprint(backend.config, backend.version)
+        self._drafts_told = drafts_told(backend.config)
         self.unsent = ByteBudget(backend.config.server.max_unsent_bytes)
         self._processors: list[type[Any]] | None = None  # classes; None: not imported yet
 
@@ -209,6 +210,7 @@ class Generation:
         backend = self._backend
         answer.fingerprint = self._fingerprint
         answer.tells_times = backend.config.server.enable_per_request_metrics
+        answer.drafts_told = self._drafts_told
         asked: list[tuple[list[Choice], Submit]] = []
         for one in submits.build_each(
             answer, parsed_request, backend.requests.new_handle, rank, idempotency_key, cuts, backend.draws

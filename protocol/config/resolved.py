@@ -27,6 +27,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int = 0  # that are drafted for a request and step, at most
     logits_processors: tuple[str, ...] = ()  # module:Class, of --logits-processors and of installed packages
     general_plugins: bool = False  # there are some, which every process calls first
     stat_loggers: bool = False  # there are some, which frontends tell of figures

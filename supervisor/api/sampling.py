@@ -11,6 +11,7 @@ import msgspec
 
 from meshlm.protocol import samplers
 from meshlm.protocol.config import StructuredOutputsConfig
+from meshlm.protocol.drafting import NAME, Drafting, drafting_of
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar
@@ -30,7 +31,10 @@ OF_THE_VOCABULARY = (
     "logprobs",
     "prompt_logprobs",
 )
-MAY_BE_NONE = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget")
+MAY_BE_NONE = (
+    *("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
+    "num_speculative_tokens",
+)
 INTEGERS = ("n", "min_tokens", "top_k", *MAY_BE_NONE)
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
@@ -138,6 +142,7 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     thinking_token_budget: int | None = None
+    num_speculative_tokens: int | None = None  # drafted in a step, at most; the text is the same with any number
     repetition_detection: RepetitionDetectionParams | None = None
     extra_args: dict[str, Any] | None = None  # of logits processors
     routed_experts_prompt_start: int = 0
@@ -200,6 +205,13 @@ class SamplingParams:
         if self.thinking_token_budget not in (None, -1) and (why := budgets.why_none(parser)):
             raise ValueError(f"SamplingParams.{budgets.NAME}: not supported; {why}")
 
+    def drafting(self, most: int) -> tuple[Drafting, ...]:
+        """What the request says of its drafts, where the server drafts `most` tokens in a step. ValueError."""
+        try:
+            return drafting_of(self.num_speculative_tokens, most)
+        except ValueError as error:
+            raise ValueError(f"SamplingParams.{NAME}: {error}") from None
+
     def wire(self, eos: tuple[int, ...], vocab_size: int, drawn: int) -> WireParams:
         """The settings as the mesh knows them, with the seed that was drawn if none is given. Call `check` first."""
         certain = tuple(dict.fromkeys(self.logprob_token_ids or ()))
@@ -255,6 +267,7 @@ class SamplingParams:
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
             "thinking_token_budget": self.thinking_token_budget is None or self.thinking_token_budget >= -1,
+            "num_speculative_tokens": self.num_speculative_tokens is None or self.num_speculative_tokens >= 0,
             "truncate_prompt_tokens": self.truncate_prompt_tokens is None or self.truncate_prompt_tokens >= 1,
         }
         wrong = [name for name, fine in allowed.items() if not fine]

@@ -55,6 +55,7 @@ class Submits:
         for one in {id(one): one for one in each}.values():
             one.check(self._vocab_size)
             one.check_reasoning(self._config.server.reasoning_parser)
+            one.drafting(self._resolved.num_speculative_tokens)
             self._check_processors(one)
         return each, ranks
 
@@ -86,7 +87,10 @@ class Submits:
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
                 sampling=params.wire(eos, self._vocab_size, self._draws.getrandbits(63)),
-                extras=params.extras(constraints, server.reasoning_parser),
+                extras=(
+                    *params.extras(constraints, server.reasoning_parser),
+                    *params.drafting(self._resolved.num_speculative_tokens),
+                ),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,

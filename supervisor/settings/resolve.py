@@ -93,6 +93,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         eos_token_ids=generation.eos_token_ids,
+        num_speculative_tokens=speculative.most(config, platform.name),
         speech=files.speech,
         pooling=pooling,
         logits_processors=processors,

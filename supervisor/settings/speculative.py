@@ -108,6 +108,12 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield c.lockstep, FLAG, "ranks that share experts have no drafts yet; leave it out"
 
 
+def most(c: MeshConfig, device: str) -> int:
+    """The tokens that are drafted for a request and step, at most. Of a settled configuration."""
+    fake = c.worker.fake_drafts if device == "fake" and c.parallel.pipeline_parallel_size == 1 else 0
+    return c.speculative.num_speculative_tokens or fake
+
+
 def _given(c: SpeculativeConfig) -> dict[str, Any] | None:
     """The keys that are given, in JSON or as flags; null is the default. None: no drafts are asked for."""
     given: dict[str, Any] = {}

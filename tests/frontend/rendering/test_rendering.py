@@ -126,6 +126,13 @@ async def test_the_arguments_of_logits_processors_are_rendered() -> None:
     assert completion_of(body)["vllm_xargs"] == {"a": 1}
 
 
+async def test_the_number_of_drafts_is_rendered() -> None:
+    server = Texts(None, msgspec.structs.replace(Texts().resolved, num_speculative_tokens=3))
+    for wanted, rendered in ((2, 2), (0, 0), (3, None), (None, None)):
+        (one,) = await post(server, "/v1/completions/render", {"prompt": "ab", "num_speculative_tokens": wanted})
+        assert one["sampling_params"].get("num_speculative_tokens") == rendered
+
+
 async def test_a_constraint_behind_reasoning_cannot_be_rendered() -> None:
     server = Texts(ServerConfig(reasoning_parser="deepseek_r1"))
     body = {"messages": [USER], "response_format": {"type": "json_object"}}

@@ -131,6 +131,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"priority": -(1 << 31)}, "priority", -(1 << 31)),
     ("both", {"thinking_token_budget": -1}, "extras", ()),
     ("both", {"thinking_token_budget": None}, "extras", ()),
+    ("both", {"num_speculative_tokens": 0}, "extras", ()),
     ("both", {"cache_salt": "tenant"}, "cache_salt", "tenant"),
     ("both", {"return_token_ids": True}, "return_token_ids", True),
     ("both", {"timeout": 0.5}, "timeout_s", 0.5),

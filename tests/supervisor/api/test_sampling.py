@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from meshlm.protocol.config import StructuredOutputsConfig
+from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, StructuredOutputsParams
@@ -39,6 +40,7 @@ from meshlm.supervisor.api.sampling import NOT_SUPPORTED, SamplingParams, Struct
         ("stop", "", "END"),
         ("stop", ["a", ""], []),
         ("seed", 1 << 63, -1),
+        ("num_speculative_tokens", -1, 0),
     ],
 )
 def test_values_that_no_worker_could_use(name: str, value: object, fine: object) -> None:
@@ -46,6 +48,18 @@ def test_values_that_no_worker_could_use(name: str, value: object, fine: object)
     with pytest.raises(ValueError, match=f"^SamplingParams.{name}: .* is not allowed"):
         SamplingParams(**{name: value}).check(100)  # type: ignore[arg-type]
     SamplingParams(**{name: fine}).check(100)  # type: ignore[arg-type]
+
+
+def test_the_number_of_drafts() -> None:
+    for wanted, extras in ((None, ()), (0, (Drafting(0),)), (2, (Drafting(2),)), (3, ())):
+        assert SamplingParams(num_speculative_tokens=wanted).drafting(3) == extras
+    with pytest.raises(
+        ValueError, match=r"^SamplingParams.num_speculative_tokens: at most 3, which the server drafts$"
+    ):
+        SamplingParams(num_speculative_tokens=4).drafting(3)
+    with pytest.raises(ValueError, match=r"^SamplingParams.num_speculative_tokens: the server drafts no tokens"):
+        SamplingParams(num_speculative_tokens=1).drafting(0)
+    assert SamplingParams(num_speculative_tokens=0).drafting(0) == ()
 
 
 def test_llama_cpps_samplers() -> None:
