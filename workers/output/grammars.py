@@ -3,6 +3,9 @@
 Owned by the engine and used by its stepper thread, but for `compile`, which other threads call. The matchers are in a process that may
 die of a grammar (mask_process.py). A row is a function of its tokens, which are kept here: when that process died, all rows begin
 anew in the next one, one by one, so that the row that it dies of is known, and ends with an error; others go on.
+
+A step that verifies drafts has several lines of logits for a request, and a mask for each: what the matcher allows behind the row's
+tokens and the drafts before that line. Behind a draft that may not come, and is never accepted for that, any token is allowed.
 """
 
 import time
@@ -20,9 +23,9 @@ from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.output.matchers import RowBegins, Turn
-from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.extras.extra import MaskTaker, RowExtra, StepExtra, StepFindings
-from meshlm.workers.rows.step_columns import Mark, StepColumns
+from meshlm.workers.rows.step_columns import Drafts, Mark, StepColumns
 
 if TYPE_CHECKING:
     from meshlm.workers.output.mask_process import MaskProcess
@@ -52,7 +55,8 @@ ANEW_S = 20.0  # for all rows that begin anew in a process of masks; the others 
 
 
 class TokenMask(NamedTuple):
-    """The tokens that may come: for the lines of logits that have a mask, a bit for each token, lowest first."""
+    """The tokens that may come: for the lines of logits that have a mask, a bit for each token, lowest first. The lines of a request
+    that has drafts stand together."""
 
     lines: NDArray[np.intp]  # [m], ascending
     words: I32  # [m, words]
@@ -70,22 +74,40 @@ class TokenMask(NamedTuple):
 class _Unread(NamedTuple):
     """Tokens that were sampled for rows with a grammar, on their way to the host."""
 
-    rows: "dict[int, ConstrainedRow]"  # by their lines in tokens
+    rows: "dict[int, ConstrainedRow]"  # by their places among the requests that sampled
     tokens: I32
     mark: Mark
+    counts: I32 | None  # of tokens that each of these got; None: one each
+
+
+class FailedBehind(NamedTuple):
+    """A text cannot go on behind so many of its row's drafts, if they are accepted."""
+
+    num_drafts: int
+    why: RowFailed
 
 
 class ConstrainedRow:
-    """One row's constraint. `failed`: why its text cannot go on."""
+    """One row's constraint. `failed`: why its text cannot go on; `failed_behind`: in the last step."""
 
-    __slots__ = ("failed", "grammar", "is_over", "num_deaths", "num_sent", "number", "output", "sampling")
+    __slots__ = (
+        "failed", "failed_behind", "grammar", "is_over", "num_deaths", "num_sent", "number", "output", "sampling",
+    )  # fmt: skip
 
     def __init__(self, number: int, sampling: SamplingParams, grammar: Grammar, output: list[int]) -> None:
         self.number, self.sampling, self.grammar, self.output = number, sampling, grammar, output
         self.num_sent = -1  # tokens of the output that its matcher has; -1: it has none
         self.is_over = False  # any token may come from now on
         self.failed: RowFailed | None = None
+        self.failed_behind: FailedBehind | None = None
         self.num_deaths = 0
+
+
+class Ask(NamedTuple):
+    """A row that wants masks: of what follows its tokens and these drafts."""
+
+    row: ConstrainedRow
+    drafts: list[int]
 
 
 class Grammars:
@@ -124,97 +146,126 @@ class Grammars:
         if found is not None and found.num_sent >= 0:
             self._removed.append(found.number)
 
-    def of_step(self, rows: I32, places: I64 | None = None, why_no_graph: str = "") -> "Constraint":
-        """The constraint of a step in which these rows sample, which have these places in the batch."""
-        lines = enumerate(rows.tolist()) if self.rows else ()
-        found = {line: self.rows[row] for line, row in lines if row in self.rows and not self.rows[row].is_over}
-        return Constraint(self, found, places, why_no_graph)
+    def of_step(self, rows: I32, step: StepColumns | None = None, why_no_graph: str = "") -> "Constraint":
+        """The constraint of a step in which these rows sample. The step's drafts are read when the masks are made."""
+        places = enumerate(rows.tolist()) if self.rows else ()
+        found = {nth: self.rows[row] for nth, row in places if row in self.rows and not self.rows[row].is_over}
+        return Constraint(self, found, step, why_no_graph)
 
-    def mask(self, rows: dict[int, ConstrainedRow], take: "Callable[[int], I32] | None") -> TokenMask:
-        """The masks of the next tokens of these lines. Waits for the tokens of earlier steps."""
+    def mask(
+        self, rows: dict[int, ConstrainedRow], drafts: Drafts | None, take: "Callable[[int], I32] | None"
+    ) -> TokenMask:
+        """The masks of these requests that sample. Waits for the tokens of earlier steps."""
         self.advance()
-        count = len(rows)
-        words = np.empty((count, self._backend.num_words), np.int32) if take is None else take(count)
-        lines = [
-            line for line, row in enumerate(rows.values()) if row.failed is None
-        ]  # others may be in steps planned before
-        go_on = [row for row in rows.values() if row.failed is None]
-        masks = words if len(go_on) == count else np.empty((len(go_on), words.shape[1]), np.int32)
+        lines, asked = np.fromiter(rows, np.intp), [Ask(row, []) for row in rows.values()]
+        if drafts is not None:
+            before = (np.cumsum(drafts.counts) - drafts.counts)[lines]  # drafts of the requests before
+            counts = drafts.counts[lines]
+            ends = zip(rows.values(), before.tolist(), (before + counts).tolist(), strict=True)
+            asked = [Ask(row, drafts.tokens[begin:end].tolist()) for row, begin, end in ends]
+            nth = np.cumsum(1 + counts) - 1 - counts  # line of each among these
+            lines = np.repeat(lines + before - nth, 1 + counts) + np.arange(len(lines) + counts.sum())
+        words = np.empty((len(lines), self._backend.num_words), np.int32) if take is None else take(len(lines))
+        go_on = np.repeat([ask.row.failed is None for ask in asked], [1 + len(ask.drafts) for ask in asked])
+        # Others may be in steps planned before.
+        masks = words if go_on.all() else np.empty((int(go_on.sum()), words.shape[1]), np.int32)
+        asked = [ask for ask in asked if ask.row.failed is None]
         try:
-            if go_on:
-                self._turn(go_on, masks)
+            if asked:
+                self._turn(asked, masks)
         except MatchersLost:
-            self._anew(go_on, masks)
+            self._anew(asked, masks)
         if masks is not words:
             words[:] = -1
-            words[lines] = masks
-        return TokenMask(np.fromiter(rows, np.intp), words)
+            words[go_on] = masks
+        return TokenMask(lines, words)
 
-    def _turn(self, rows: list[ConstrainedRow], words: I32) -> None:
+    def _turn(self, asked: list[Ask], words: I32) -> None:
         """The masks of these rows, whose matchers learn what is new."""
+        rows = [ask.row for ask in asked]
         begins = [
             RowBegins(row.number, row.sampling, row.grammar, np.array(row.output, np.int32).tobytes())
             for row in rows
             if row.num_sent < 0
         ]
         pushed = [(row.number, row.output[row.num_sent :]) for row in rows if 0 <= row.num_sent < len(row.output)]
-        turned = self._backend.turn(Turn([row.number for row in rows], begins, pushed, self._removed), words)
+        drafts = {ask.row.number: ask.drafts for ask in asked if ask.drafts}
+        turned = self._backend.turn(Turn([row.number for row in rows], begins, pushed, self._removed, drafts), words)
         self._removed = []
         for row in rows:
             row.num_sent = len(row.output)
             row.failed = RowFailed(error) if (error := turned.errors.get(row.number)) else None
+            row.failed_behind = None
+            if (behind := turned.behind.get(row.number)) is not None:
+                row.failed_behind = FailedBehind(behind[0], RowFailed(behind[1]))
             row.is_over = row.number in turned.over
 
-    def _anew(self, rows: list[ConstrainedRow], words: I32) -> None:
+    def _anew(self, asked: list[Ask], words: I32) -> None:
         """The matchers of all rows are gone: these begin anew, each by itself, and those that end the process of matchers fail."""
         self._forget_sent()
         until = time.monotonic() + ANEW_S
-        for row, each in zip(rows, words, strict=True):
-            row.num_deaths += 1
-            while time.monotonic() <= until:
-                try:
-                    self._turn([row], each[None])
-                    break
-                except MatchersLost as lost:
-                    self._forget_sent()
-                    row.num_deaths += not lost.by_grammar
-                    if lost.by_grammar or row.num_deaths > MOST_DEATHS:
-                        row.failed, each[:] = lost.failed, -1
-                        break
-            else:
-                row.failed, each[:] = TOO_LATE, -1
+        ends = np.cumsum([1 + len(ask.drafts) for ask in asked])
+        for ask, each in zip(asked, np.split(words, ends[:-1]), strict=True):
+            self._begin_anew(ask, each, until)
+
+    def _begin_anew(self, ask: Ask, words: I32, until: float) -> None:
+        """Writes the row's masks. One that ends the process by its drafts alone fails where the first of them is accepted."""
+        row, drafts, behind = ask.row, ask.drafts, None
+        row.num_deaths += 1
+        while time.monotonic() <= until:
+            try:
+                self._turn([Ask(row, drafts)], words[: 1 + len(drafts)])
+                row.failed_behind = behind or row.failed_behind
+                return
+            except MatchersLost as lost:
+                self._forget_sent()
+                row.num_deaths += not lost.by_grammar
+                if lost.by_grammar and drafts:
+                    drafts, behind, words[1:] = [], FailedBehind(1, lost.failed), -1
+                elif lost.by_grammar or row.num_deaths > MOST_DEATHS:
+                    row.failed, words[:] = lost.failed, -1
+                    return
+        row.failed, words[:] = TOO_LATE, -1
 
     def _forget_sent(self) -> None:
         self._removed = []
         for row in self.rows.values():
             row.num_sent = -1
 
-    def sampled(self, rows: dict[int, ConstrainedRow], tokens: I32, mark: Mark) -> None:
-        """The tokens of these lines are on the host behind the mark."""
-        self._unread.append(_Unread(rows, tokens, mark))
+    def sampled(self, rows: dict[int, ConstrainedRow], tokens: I32, mark: Mark, counts: I32 | None = None) -> None:
+        """The tokens of these requests are on the host behind the mark."""
+        self._unread.append(_Unread(rows, tokens, mark, counts))
         if len(self._unread) > MAX_UNREAD:
             self.advance()
 
     def advance(self) -> None:
         """Reads all tokens that are on their way."""
         unread, self._unread = self._unread, []
-        for rows, tokens, mark in unread:
+        for rows, tokens, mark, counts in unread:
             mark.synchronize()
-            for line, row in rows.items():
-                row.output.append(int(tokens[line]))
+            each = np.ones(len(tokens), np.int32) if counts is None else counts
+            ends = np.cumsum(each)
+            for nth, row in rows.items():
+                row.output += tokens[ends[nth] - each[nth] : ends[nth]].tolist()
 
 
 class Constraint(StepExtra[Any]):
-    """One step's rows with a grammar, by their lines among those that sample; few steps have any."""
+    """One step's rows with a grammar, by their places among the requests that sample; few steps have any."""
 
     needs_pause = True
 
     def __init__(
-        self, grammars: Grammars, rows: dict[int, ConstrainedRow], places: I64 | None = None, why_no_graph: str = ""
+        self,
+        grammars: Grammars,
+        rows: dict[int, ConstrainedRow],
+        step: StepColumns | None = None,
+        why_no_graph: str = "",
     ) -> None:
-        """places: in the batch, of the rows that sample."""
-        self._grammars, self._rows, self._places, self.why_no_graph = grammars, rows, places, why_no_graph
-        self.failed: dict[int, RowFailed] = {}  # by line: why the row's text cannot go on
+        """step: that the rows sample in."""
+        self._grammars, self._rows, self._step, self.why_no_graph = grammars, rows, step, why_no_graph
+        self.failed: dict[int, RowFailed] = {}  # why the row's text cannot go on
+        self._behind: dict[int, FailedBehind] = {}  # or why not behind drafts
+        self._counts: I32 | None = None
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -223,8 +274,9 @@ class Constraint(StepExtra[Any]):
         """What follows waits for the tokens of the step before. take: where masks are written, of so many lines."""
         if not self._rows:
             return None
-        mask = self._grammars.mask(self._rows, take)
-        self.failed = {line: row.failed for line, row in self._rows.items() if row.failed is not None}
+        mask = self._grammars.mask(self._rows, None if self._step is None else self._step.drafts, take)
+        self.failed = {nth: row.failed for nth, row in self._rows.items() if row.failed is not None}
+        self._behind = {nth: row.failed_behind for nth, row in self._rows.items() if row.failed_behind is not None}
         return mask
 
     def before_head(self, head: MaskTaker) -> None:
@@ -232,12 +284,17 @@ class Constraint(StepExtra[Any]):
             head.mask(mask)
 
     def after_head(self, tokens: I32, end: Mark, counts: I32 | None = None) -> None:
+        self._counts = counts
         if self._rows:
-            self._grammars.sampled(self._rows, tokens, end)
+            self._grammars.sampled(self._rows, tokens, end, counts)
 
     def findings(self) -> StepFindings:
-        assert self._places is not None
-        return StepFindings(failed={int(self._places[line]): why for line, why in self.failed.items()})
+        assert self._step is not None
+        failed, counts = dict(self.failed), self._counts
+        for nth, behind in self._behind.items():
+            if counts is not None and counts[nth] > behind.num_drafts:
+                failed.setdefault(nth, behind.why)
+        return StepFindings(failed={int(self._step.places[nth]): why for nth, why in failed.items()})
 
 
 class GrammarRows(RowExtra[Any]):
@@ -271,7 +328,7 @@ class GrammarRows(RowExtra[Any]):
         self.grammars.remove_row(row)
 
     def for_step(self, step: StepColumns) -> StepExtra[Any] | None:
-        return self.grammars.of_step(step.rows[step.places], step.places, self._why_no_graph) or None
+        return self.grammars.of_step(step.rows[step.places], step, self._why_no_graph) or None
 
     def in_idle_time(self) -> None:
         if self._loads_ahead:

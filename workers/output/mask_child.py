@@ -33,7 +33,7 @@ def make(argument: bytes) -> Handle:
         words = np.frombuffer(mmap.mmap(memory, SHARED_BYTES), np.int32)
         while comes(turns, None, SPIN_S) and (message := receive(turns)) is not None:
             turn = msgspec.msgpack.decode(message, type=Turn)
-            count = len(turn.wanted)
+            count = sum(turn.num_lines)
             masks = words[: count * vocabulary.num_words].reshape(count, vocabulary.num_words)
             send(turns, msgspec.msgpack.encode(matchers.turn(turn, masks)))
 

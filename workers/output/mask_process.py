@@ -17,6 +17,7 @@ import time
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limit, Limits
@@ -96,6 +97,7 @@ class MaskProcess:
         argument = MaskChild(resolved.tokenizer_path, resolved.spec.vocab_size, eos)
         self._sandbox = Sandbox("meshlm.workers.output.mask_child", msgspec.msgpack.encode(argument), "masks")
         self.num_words = -(-resolved.spec.vocab_size // 32)
+        self._most_lines = SHARED_BYTES // (4 * self.num_words)  # at a time
         self._opening, self._compiling = threading.Lock(), threading.Lock()
         self._session: _Session | None = None
 
@@ -122,16 +124,17 @@ class MaskProcess:
             raise MatchersLost(why, by_grammar=False)
 
     def turn(self, turn: Turn, words: I32) -> Turned:
-        at_once = SHARED_BYTES // (4 * self.num_words)
-        errors: dict[int, str] = {}
-        over: list[int] = []
-        for begin in range(0, len(turn.wanted), at_once):
-            wanted = turn.wanted[begin : begin + at_once]
-            asked = Turn(wanted, turn.begins, turn.pushed, turn.removed) if not begin else Turn(wanted)
-            turned = self._asked(asked, words[begin : begin + len(wanted)])
-            errors |= turned.errors
-            over += turned.over
-        return Turned(errors, over)
+        ends, turned, begin = np.cumsum([0, *turn.num_lines]), Turned(), 0
+        while begin < len(turn.wanted):
+            end = int(np.searchsorted(ends, ends[begin] + self._most_lines, "right")) - 1  # as many rows as fit
+            end = max(end, begin + 1)
+            some = replace(turn, wanted=turn.wanted[begin:end])
+            if begin:
+                some = replace(some, begins=[], pushed=[], removed=[])
+            found = self._asked(some, words[ends[begin] : ends[end]])
+            turned = Turned(turned.errors | found.errors, turned.over + found.over, turned.behind | found.behind)
+            begin = end
+        return turned
 
     def _asked(self, turn: Turn, words: I32) -> Turned:
         session = None

@@ -3,124 +3,31 @@
 The matcher (llguidance) of a row is advanced by the row's own tokens and is rebuilt from them where the row begins anew, so it is a
 function of the tokens alone. All of this runs in a process that may die of a grammar (mask_child.py); grammars.py is the worker's side.
 
+A step that verifies drafted tokens wants the masks behind these, too: they are pushed for that alone, and taken back. So between turns
+a matcher stands behind the known tokens, whichever drafts are accepted.
+
 What a request says of tokens by their ids (allowed_token_ids, bad_words, min_tokens) is applied here, too: where the grammar leaves
 only the end, the text ends whatever min_tokens says; where nothing is left at all the request ends with an error.
 """
 
-import codecs
 import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from meshlm.protocol.grammar import Grammar, ThinkingBudget
+from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.runtime.grammars import first_matcher, told
-from meshlm.runtime.parsers import registry
-from meshlm.runtime.parsers.reasoning import ReasoningParser
-from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
+from meshlm.workers.output.thinking import Budget, Reasoning
 from meshlm.workers.rows.changes import I32
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
-
-
-MAX_UNSURE = 64  # tokens behind the budget in which it may show whether a call has begun
-
-
-class Reasoning:
-    """The row's text so far. `is_open`: no closing text has come."""
-
-    def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
-        """ParserError where this process lacks the parser of calls."""
-        budget, self._vocabulary = grammar.thinking, vocabulary
-        form = ReasoningParser("", grammar.begins_after)
-        if budget is not None:
-            form = ReasoningParser(budget.open, budget.close, assumed=budget.assumed)
-        calls = registry.tool_parser(grammar.calls) if grammar.calls else None
-        tools: Mapping[str, Mapping[str, Any]] = {name: {} for name in grammar.tools}
-        self._splitter = Splitter(form, calls, tools)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # An answer that is a call ends without the closing text: also where calls are told from text in another way than by their tags.
-        self._other_calls = calls is not None and not calls.ends_reasoning
-
-    @property
-    def is_open(self) -> bool:
-        return not self._splitter.closed
-
-    @property
-    def is_over(self) -> bool:
-        return self._splitter.is_over
-
-    @property
-    def may_end(self) -> bool:
-        """Whether the whole answer may end here."""
-        return self._splitter.is_over or self._other_calls
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether what was written last may be the begin of a call."""
-        return self._splitter.is_unsure
-
-    def push(self, token: int) -> bytes:
-        """One more token; gives what of it stands behind the closing text."""
-        rest = self._splitter.push(self._decoder.decode(self._vocabulary.bytes_of(token))).rest
-        return b"" if self.is_open else rest.encode() + self._decoder.getstate()[0]
-
-
-class Budget:
-    """How far the reasoning is within its budget. `forced`: the token that must come next; -1: none."""
-
-    def __init__(self, budget: ThinkingBudget, vocabulary: Vocabulary, reasoning: Reasoning) -> None:
-        self._vocabulary, self._assumed, self._reasoning = vocabulary, budget.assumed, reasoning
-        self._open, self._close = budget.open.encode(), budget.close.encode()
-        self._closing = list[int]()  # tokens that are forced yet
-        self._budget = self._left = budget.num_tokens
-        self._tail, self._opens = b"", bool(budget.open)  # `opens`: the opening text may still come
-        self.is_over = False
-        self._check()
-
-    def _check(self) -> None:
-        """Force the rest of the closing text where the budget is spent."""
-        if self._left <= 0 and not self.is_over and not self._closing and not self._must_wait():
-            begun = next(n for n in range(len(self._close) - 1, -1, -1) if self._tail.endswith(self._close[:n]))
-            self._closing = self._vocabulary.tokens_of(self._close[begun:])
-        self.forced = self._closing[0] if self._closing else -1
-
-    def _must_wait(self) -> bool:
-        """Whether the opening text has to come yet, or has begun, or a call may have."""
-        if self._opens and (not self._assumed or bool(self._tail.strip())):
-            return True
-        return self._reasoning.is_unsure and self._left > -MAX_UNSURE
-
-    def push(self, token: int) -> None:
-        """One more output token of the row, which the reasoning has been told of."""
-        if self.is_over:
-            return
-        if self._closing:
-            del self._closing[0]
-            self.is_over = not self._closing
-        else:
-            self._tail += self._vocabulary.bytes_of(token)
-            self._left -= 1
-            if self._opens:
-                self._look_for_opening()
-            self.is_over |= self._reasoning.is_over
-            self._tail = self._tail if self._opens else self._tail[-len(self._close) :]
-        self._check()
-
-    def _look_for_opening(self) -> None:
-        """The opening text does not count, nor does what may be a part of it."""
-        start = self._tail.lstrip()
-        if start.startswith(self._open):
-            self._opens, self._tail = False, start.removeprefix(self._open)
-            self._left = self._budget
-        elif not self._open.startswith(start):
-            self._opens, self.is_over = False, not self._assumed
 
 
 CACHED = 128  # compiled grammars that are kept for rows to come
@@ -138,12 +45,18 @@ class RowBegins(Struct, frozen=True):
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """What is new, and the rows whose masks are wanted."""
+    """What is new, and the rows whose masks are wanted: one behind their tokens, and one behind each of their drafts."""
 
     wanted: list[int]
     begins: list[RowBegins] = []
     pushed: list[tuple[int, list[int]]] = []  # tokens of rows
     removed: list[int] = []
+    drafts: dict[int, list[int]] = {}  # tokens of wanted rows that are not known yet
+
+    @property
+    def num_lines(self) -> list[int]:
+        """The masks of each wanted row."""
+        return [1 + len(self.drafts.get(number, ())) for number in self.wanted]
 
 
 class Turned(Struct, frozen=True, omit_defaults=True):
@@ -151,15 +64,27 @@ class Turned(Struct, frozen=True, omit_defaults=True):
 
     errors: dict[int, str] = {}  # why the text of a row cannot go on
     over: list[int] = []  # rows of which any token may come from now on
+    behind: dict[int, tuple[int, str]] = {}  # the text of a row cannot go on behind so many of its drafts, and why
+
+
+class _Known(NamedTuple):
+    """What a row is behind its known tokens."""
+
+    num_output: int
+    num_consumed: int
+    waits: bool
+    reasoning: Reasoning | None
+    thinking: Budget | None
 
 
 class RowMatcher:
     """One row's constraint; `matcher` is None for any text. `error`: why its text cannot go on."""
 
-    def __init__(
-        self, matcher: "LLMatcher | None", vocabulary: Vocabulary, sampling: SamplingParams, grammar: Grammar
-    ) -> None:
-        self._matcher, self._vocabulary, self._sampling = matcher, vocabulary, sampling
+    def __init__(self, compiled: "LLMatcher | None", vocabulary: Vocabulary, begins: RowBegins) -> None:
+        """compiled: a matcher at the text's beginning."""
+        sampling, grammar = begins.sampling, begins.grammar
+        self._begins, self._compiled, self._vocabulary, self._sampling = begins, compiled, vocabulary, sampling
+        self._matcher = matcher = None if compiled is None else compiled.deep_copy()
         self._waits = bool(grammar.begins_after)  # for the end of the reasoning: free text goes on up to it
         self._must_follow = (
             self._waits and matcher is not None and not matcher.is_accepting()
@@ -171,8 +96,10 @@ class RowMatcher:
         if grammar.thinking is not None and self._reasoning is not None:
             self._thinking = Budget(grammar.thinking, vocabulary, self._reasoning)
         self._output: list[int] = []
+        self._num_consumed = 0  # tokens that the library's matcher has
         self._special = bool(sampling.allowed_token_ids or sampling.bad_words_token_ids or sampling.min_tokens)
         self.error = ""
+        self.is_broken = False  # by a draft: it has to begin anew
         self._banned: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # words, by the token before their last one
         for word in sampling.bad_words_token_ids:
             self._banned.setdefault(word[-2:-1], []).append(word)
@@ -194,11 +121,44 @@ class RowMatcher:
         if self._waits and self._reasoning is not None:
             self._waits = self._reasoning.is_open
             if rest and self._matcher is not None:  # a token that reaches beyond the end of the free text
-                self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
+                self._num_consumed += self._matcher.try_consume_tokens(self._vocabulary.tokens_of(rest))
         elif self._matcher is None or self.error or self._matcher.is_stopped():
             return
-        elif not self._matcher.consume_token(token):
+        elif self._matcher.consume_token(token):
+            self._num_consumed += 1
+        else:
             self.error = f"its matcher went no further: {told(self._matcher.get_error())}"
+
+    def begin_drafts(self) -> None:
+        """What is pushed from here on is taken back by `end_drafts`."""
+        reasoning, thinking = self._reasoning, self._thinking
+        self._known = _Known(len(self._output), self._num_consumed, self._waits, reasoning, thinking)
+        if reasoning is not None and reasoning.is_open:
+            self._reasoning = reasoning.copy()
+        if thinking is not None and self._reasoning is not None:
+            self._thinking = thinking.copy(self._reasoning)
+
+    def end_drafts(self) -> None:
+        """The row stands behind its known tokens again, or is broken: the library's matcher never leaves an error."""
+        num_output, num_consumed, self._waits, self._reasoning, self._thinking = self._known
+        del self._output[num_output:]
+        refused, self._num_consumed, self.error = self._num_consumed - num_consumed, num_consumed, ""
+        if self._matcher is not None:
+            self.is_broken = self._matcher.is_error() or (refused > 0 and not self._matcher.rollback(refused))
+
+    @property
+    def begins(self) -> RowBegins:
+        """The row as one that begins with its tokens so far."""
+        return replace(self._begins, output=np.array(self._output, np.int32).tobytes())
+
+    @property
+    def has_no_lexer(self) -> bool:
+        """Whether even the text's beginning has no mask any more: copies of a matcher share a lexer, which never leaves an error."""
+        if self._compiled is None:
+            return False
+        first, words = self._compiled.deep_copy(), np.empty(self._vocabulary.num_words, np.int32)
+        first.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return first.is_error()
 
     @property
     def _forced(self) -> int:
@@ -246,6 +206,11 @@ class RowMatcher:
             self.error = "with allowed_token_ids, bad_words and stop tokens no token is left that it allows"
 
 
+def may_come(words: I32, token: int) -> bool:
+    """Whether a mask [words] allows the token."""
+    return 0 <= token < 32 * len(words) and bool(words[token >> 5] >> (token & 31) & 1)
+
+
 class Matchers:
     """See the module docstring. `load` gives the vocabulary. `compile` is called in any thread, `turn` in one."""
 
@@ -276,12 +241,12 @@ class Matchers:
         """Have the grammar ready for rows; why it cannot be."""
         return self._ready(text)[1]
 
-    def _ready(self, text: str) -> "tuple[LLMatcher | None, str]":
+    def _ready(self, text: str, *, anew: bool = False) -> "tuple[LLMatcher | None, str]":
         if not text:
             return None, ""
         with self._lock:
             found = self._compiled.pop(text, None)
-        if found is None:
+        if found is None or anew:
             matcher, error = first_matcher(self.vocabulary(), text)
             found = (None, error) if error else (matcher, "")
         with self._lock:
@@ -291,7 +256,7 @@ class Matchers:
         return found
 
     def turn(self, turn: Turn, words: I32) -> Turned:
-        """Writes the masks of the wanted rows [wanted, words]."""
+        """Writes the masks of the wanted rows [sum(turn.num_lines), words]."""
         for number in turn.removed:
             self._rows.pop(number, None)
         for begins in turn.begins:
@@ -300,24 +265,74 @@ class Matchers:
             row = self._rows[number]
             for token in tokens:
                 row.push(token)
-        rows = [self._rows[number] for number in turn.wanted]
-        compute = [(found, nth) for nth, row in enumerate(rows) if (found := row.computes) is not None]
+        counts = np.array(turn.num_lines)
+        lines = dict(zip(turn.wanted, (np.cumsum(counts) - counts).tolist(), strict=True))
+        turned = self._verified(lines, turn.drafts, words)
+        again = {n: lines[n] for n in (*turned.errors, *turned.behind) if self._rows[n].has_no_lexer}
+        if again:  # by what others have met, perhaps, or drafts that are refused: a new lexer tells
+            for number in again:
+                self._rows[number] = self._begun(self._rows[number].begins, anew=True)
+            last = self._verified(again, turn.drafts, words)
+            errors = {number: error for number, error in turned.errors.items() if number not in again}
+            behind = {number: found for number, found in turned.behind.items() if number not in again}
+            turned = Turned(errors | last.errors, turned.over, behind | last.behind)
+        for number in turn.drafts:
+            if self._rows[number].is_broken:
+                self._rows[number] = self._begun(self._rows[number].begins)
+        return turned
+
+    def _verified(self, lines: dict[int, int], drafts: dict[int, list[int]], words: I32) -> Turned:
+        """Writes the masks of these rows: each in its line, and those behind its drafts in the lines that follow."""
+        rows = {number: self._rows[number] for number in lines}
+        self._masks([(row, lines[number]) for number, row in rows.items()], words)
+        errors = {number: row.error for number, row in rows.items() if row.error}
+        over = [number for number, row in rows.items() if row.is_over]
+        return Turned(errors, over, self._behind_drafts(lines, drafts, words) if drafts else {})
+
+    def _masks(self, rows: list[tuple[RowMatcher, int]], words: I32) -> None:
+        """Writes the mask of each row in its line."""
+        compute = [(found, line) for row, line in rows if (found := row.computes) is not None]
         if self._num_threads > 1 and len(compute) >= AT_ONCE:
             self._in_threads(compute, words)
         else:
             begin, size = words.ctypes.data, words.shape[1] * words.itemsize
-            for matcher, nth in compute:
-                matcher.unsafe_compute_mask_ptr(begin + nth * words.strides[0], size)
-        for row, each in zip(rows, words, strict=True):
-            row.finish(each)
-        errors = {number: row.error for number, row in zip(turn.wanted, rows, strict=True) if row.error}
-        return Turned(errors, [number for number, row in zip(turn.wanted, rows, strict=True) if row.is_over])
+            for matcher, line in compute:
+                matcher.unsafe_compute_mask_ptr(begin + line * words.strides[0], size)
+        for row, line in rows:
+            row.finish(words[line])
 
-    def _begun(self, begins: RowBegins) -> RowMatcher:
-        compiled, error = self._ready(begins.grammar.text)
-        matcher = None if compiled is None else compiled.deep_copy()
-        row = RowMatcher(matcher, self.vocabulary(), begins.sampling, begins.grammar)
+    def _behind_drafts(
+        self, lines: dict[int, int], drafts: dict[int, list[int]], words: I32
+    ) -> dict[int, tuple[int, str]]:
+        """See Turned.behind. Behind a draft that may not come, and is never accepted for that, any token is allowed."""
+        going = [(number, self._rows[number], line) for number, line in lines.items() if number in drafts]
+        drafting, behind, nth = [row for _, row, _ in going if not row.error], dict[int, tuple[int, str]](), 0
+        for row in drafting:
+            row.begin_drafts()
+        while going:
+            goes_on = []
+            for number, row, line in going:
+                if nth == (count := len(drafts[number])):
+                    continue
+                if row.error or not may_come(words[line + nth], token := drafts[number][nth]):
+                    words[line + nth + 1 : line + count + 1] = -1
+                    continue
+                row.push(token)
+                goes_on.append((number, row, line))
+            going, nth = goes_on, nth + 1
+            self._masks([(row, line + nth) for _, row, line in going], words)
+            behind |= {number: (nth, row.error) for number, row, _ in going if row.error}
+        for row in drafting:
+            row.end_drafts()
+        return behind
+
+    def _begun(self, begins: RowBegins, *, anew: bool = False) -> RowMatcher:
+        """The row, whose tokens are pushed. anew: nobody has its lexer yet, whose work for each token is bounded by itself."""
+        compiled, error = self._ready(begins.grammar.text, anew=anew)
+        row, words = RowMatcher(compiled, self.vocabulary(), begins), np.empty((1, self.num_words), np.int32)
         for token in np.frombuffer(begins.output, np.int32).tolist():
+            if anew:
+                self._masks([(row, 0)], words)
             row.push(token)
         row.error = error or row.error
         return row

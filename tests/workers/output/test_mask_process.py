@@ -32,7 +32,7 @@ from meshlm.workers.output.grammars import Grammars, MatchersLost
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.matchers import Matchers, RowBegins, Turn, Turned
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.rows.step_columns import COMPUTED
+from meshlm.workers.rows.step_columns import COMPUTED, Drafts, columns_of
 
 pytestmark = pytest.mark.model
 VOCAB, EOS = 49152, 2
@@ -101,6 +101,45 @@ def test_masks_are_those_of_the_matchers(process: MaskProcess, vocabulary: Vocab
         made.reset()
 
 
+def verified(made: Grammars, letters: list[int], num_rows: int, seed: int) -> tuple[list[bytes], dict[int, RowFailed]]:
+    """A step whose rows have drafts, of which some are accepted; the masks, and what failed."""
+    dice = np.random.default_rng(seed)
+    counts = dice.integers(0, 5, num_rows).astype(np.int32)
+    rows = np.arange(num_rows, dtype=np.int32)
+    step = columns_of(rows, rows * 0, 1 + counts)
+    step.drafts = Drafts(counts, dice.choice(letters, counts.sum()).astype(np.int32))
+    constraint = made.of_step(rows, step)
+    mask = constraint.mask()
+    assert mask is not None
+    allowed, tokens, given, line, at = mask.allowed(VOCAB), list[int](), list[int](), 0, 0
+    for count in counts.tolist():
+        drafts = step.drafts.tokens[at : at + count].tolist()
+        right = next((nth for nth, token in enumerate(drafts) if not allowed[line + nth][token]), count)
+        given.append(int(dice.integers(0, right + 2)))
+        tokens += [*drafts[: given[-1] - 1], int(dice.choice(np.flatnonzero(allowed[line + given[-1] - 1])))][
+            : given[-1]
+        ]
+        line, at = line + 1 + count, at + count
+    constraint.after_head(np.array(tokens, np.int32), COMPUTED, np.array(given, np.int32))
+    return [words.tobytes() for words in mask.words], constraint.findings().failed
+
+
+def test_masks_behind_drafts_go_the_same_way(
+    process: MaskProcess, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one message or several; and whatever ends the process in the middle."""
+    letters = [vocabulary.tokens_of(bytes([byte]))[0] for byte in b"0149abc"]
+    monkeypatch.setattr(process, "_most_lines", 7)
+    both = Grammars(process), Grammars(Matchers(lambda: vocabulary))
+    for made in both:
+        apply_plan(made, plan(*(new(row, (DIGITS, LETTERS, SCHEMA)[row % 3]) for row in range(9))))
+    for seed in range(20):
+        if seed % 5 == 4:
+            os.kill(process._opened().child.pid, signal.SIGKILL)
+        one, other = (verified(made, letters, 9, seed) for made in both)
+        assert one == other
+
+
 def test_what_cannot_be_compiled_is_told(process: MaskProcess) -> None:
     assert "regex" in process.compile(LLMatcher.grammar_from_regex("(a"))
     assert process.compile(DIGITS) == ""
@@ -152,8 +191,9 @@ class Dying(Matchers):
 
     num_words = 1
 
-    def __init__(self, *deadly: int, by_grammar: bool = True) -> None:
+    def __init__(self, *deadly: int, by_grammar: bool = True, deadly_drafts: bool = False) -> None:
         self.deadly, self._by_grammar, self._has = set(deadly), by_grammar, set[int]()
+        self._deadly_drafts = deadly_drafts  # the rows end it by their drafts alone
         self.num_deaths = 0
 
     def start(self) -> None: ...
@@ -164,7 +204,8 @@ class Dying(Matchers):
     def turn(self, turn: Turn, words: I32) -> Turned:
         self._has |= {begins.number for begins in turn.begins}
         assert {*turn.wanted, *(number for number, _ in turn.pushed)} <= self._has, "of a row that it has not"
-        if self.deadly & {*turn.wanted}:
+        assert len(words) == sum(turn.num_lines)
+        if self.deadly & {*(turn.drafts if self._deadly_drafts else turn.wanted)}:
             self._has.clear()
             self.num_deaths += 1
             raise MatchersLost("it ended", by_grammar=self._by_grammar)
@@ -183,6 +224,23 @@ def test_the_row_at_fault_is_found() -> None:
         assert constraint.failed == {1: RowFailed("it ended")}
         assert mask.words[:, 0].tolist() == [7, -1, 7, 7]
     assert backend.num_deaths == 2
+
+
+@pytest.mark.parametrize("num_given", [0, 1, 2])
+def test_a_row_whose_drafts_end_the_process_fails_only_if_they_are_accepted(num_given: int) -> None:
+    made = Grammars(Dying(2, deadly_drafts=True))
+    apply_plan(made, plan(*(new(row, "") for row in range(4))))
+    rows, counts = np.arange(4, dtype=np.int32), np.array([1, 2, 0, 1], np.int32)
+    for _ in range(3):
+        step = columns_of(rows, rows * 0, 1 + counts)
+        step.drafts = Drafts(counts, np.arange(4, dtype=np.int32))
+        constraint = made.of_step(rows, step)
+        mask = constraint.mask()
+        assert mask is not None
+        assert mask.words[:, 0].tolist() == [7, 7, 7, -1, -1, 7, 7, 7]
+        given = np.array([1, num_given, 1, 1], np.int32)
+        constraint.after_head(np.arange(given.sum(), dtype=np.int32), COMPUTED, given)
+        assert constraint.findings().failed == ({1: RowFailed("it ended")} if num_given == 2 else {})
 
 
 def test_a_row_that_is_there_again_and_again_is_given_up() -> None:

@@ -21,7 +21,8 @@ from meshlm.runtime.parsers.registry import tool_parser
 from meshlm.runtime.parsers.splitter import Splitter
 from meshlm.runtime.vocabulary import Vocabulary
 from meshlm.workers.output.grammars import Grammars
-from meshlm.workers.output.matchers import MAX_UNSURE, Matchers, Reasoning
+from meshlm.workers.output.matchers import Matchers
+from meshlm.workers.output.thinking import MAX_UNSURE, Reasoning
 from meshlm.workers.rows.step_columns import COMPUTED
 
 pytestmark = pytest.mark.model
