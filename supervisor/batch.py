@@ -237,22 +237,31 @@ def _answer(server: Server, request: Request | LineError, ended: threading.Event
     """Whether it is an answer, and its line. Called in a thread."""
     if isinstance(request, LineError):
         return False, failed_line(request.custom_id, 400, str(request))
-    body = json.dumps(request.body, ensure_ascii=True).encode()
+    try:
+        return _line(request.custom_id, *ask(server, request.path, request.body, ended))
+    except (OSError, http.client.HTTPException) as error:
+        return False, failed_line(request.custom_id, 500, f"no answer: {str(error) or type(error).__name__}")
+
+
+def ask(server: Server, path: str, body: Json, ended: threading.Event) -> tuple[int, bytes]:
+    """The status and the body of an answer. It is asked again while frontends die, or have no room; OSError or HTTPException where none
+    answers for long, or once `ended` is set."""
+    content = json.dumps(body, ensure_ascii=True).encode()
     headers = {"Idempotency-Key": uuid.uuid4().hex}
     lost_since = full_since = 0.0
     while True:
         try:
-            with server.exchange("POST", request.path, body, ANSWER_S, headers) as response:
+            with server.exchange("POST", path, content, ANSWER_S, headers) as response:
                 status, answer = response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException):
             lost_since = lost_since or time.monotonic()
             if ended.is_set() or time.monotonic() - lost_since > LOST_S:
-                return False, failed_line(request.custom_id, 500, f"no answer: {str(error) or type(error).__name__}")
+                raise
             ended.wait(AGAIN_S)
             continue
         lost_since, full_since = 0.0, full_since or time.monotonic()
         if status != 503 or ended.is_set() or time.monotonic() - full_since > FULL_S:
-            return _line(request.custom_id, status, answer)
+            return status, answer
         ended.wait(AGAIN_S)
 
 

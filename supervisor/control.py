@@ -83,6 +83,7 @@ class MeshStatus(Struct, frozen=True):
     data_parallel_size: int = 1
     scaling: str = ""  # what is being changed
     scaling_failed: str = ""  # why the last change was undone
+    record_requests: str = ""  # the folder of its recordings
     missing: str = ""  # ranks or workers that no node of the mesh has now
 
 

@@ -1,4 +1,5 @@
-"""What is told of this frontend's requests: metrics, traces, statistics, rate limits, the dashboard and log lines. Owned by io.py.
+"""What is told of this frontend's requests: metrics, traces, statistics, rate limits, the dashboard, recordings and log
+lines. Owned by io.py.
 
 As in vLLM each sequence is a request of its own; `n` and the longest choice are observed once for each prompt. A request that was
 refused is observed nowhere, and one without a token has no latency. Where the client left a sequence is counted as aborted, with its
@@ -16,6 +17,7 @@ import structlog
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.observe.recorder import Recorder
 from meshlm.frontend.observe.stat_loggers import EndedRequest, StatLoggers
 from meshlm.frontend.openai.responses import Response
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -53,12 +55,15 @@ class Observer:
         self.stat_loggers = StatLoggers(structlog.get_logger())
         self._log = RequestLog()
         self._traces: Traces | None = None
+        self._recorder: Recorder | None = None
 
     def start(self, mesh: Mesh, resolved: Resolved, version: str, feed: Feed) -> None:
         config = mesh.config
         self.feed, self._resolved = feed, resolved
         self.rates = RateLimits(config.run.run_dir)
         self._metrics, self._scrape = _start_metrics(config, resolved, mesh.log)
+        if config.server.record_requests:
+            self._recorder = Recorder(config.server, resolved, mesh.identity, mesh.log)
         if config.observability.otlp_traces_endpoint:
             from meshlm.frontend.observe.traces import Traces  # an extra, and 100 ms
 
@@ -84,6 +89,8 @@ class Observer:
         self.feed.ended(answer, path, status)
         if self._traces is not None:
             self._traces.ended(answer, path, status, time.monotonic(), time.time())
+        if self._recorder is not None:
+            self._recorder.ended(answer, path)
         self.ignored(answer.parsed_request.unknown_fields, path)
         usage, seconds = answer.usage(), time.monotonic() - started
         self.rates.used(answer.parsed_request.api_key, usage["prompt_tokens"] + usage["completion_tokens"])
@@ -124,6 +131,8 @@ class Observer:
         return await self._scrape(stats, self._resolved.served_names[0])
 
     def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
         if self._traces is not None:
             self._traces.close()
 

@@ -43,6 +43,7 @@ class AnswerOptions(NamedTuple):
     return_token_ids: bool = False  # the prompt's, and the answer's unless they are hidden
     tokens_as_ids: bool = False  # logprobs name tokens "token_id:5"
     return_prompt_text: bool = False
+    is_recorded: bool = False  # --record-requests: the prompt's ids are told to the frontend alone
     return_token_offsets: bool = False
     return_assistant_tokens_mask: bool = False
     prompt_only: bool = False  # max_tokens 0: what is generated, as something must be, is not in the answer

@@ -133,6 +133,14 @@ class Response:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    def _kept_logprobs(self, choice: Choice) -> Sequence[PositionLogprobs]:
+        return choice.logprobs
+
+    def sampled_logprobs(self, choice: Choice) -> list[float] | None:
+        """Those of its tokens; None where they were not asked for, or are not kept."""
+        kept = self._kept_logprobs(choice)
+        return [max(one.token.logprob, -9999.0) for one in kept] if len(kept) == len(choice.token_ids) else None
+
     def metrics(self) -> Json:
         """The times of an answer with one choice, and its drafts; where neither is told, nothing."""
         if not self.tells_times and self.drafts_told is None:
@@ -229,6 +237,9 @@ class WholeResponse(Response):
     def passed_on(self) -> Json:
         """Fields of an answer that came with its tokens from elsewhere (rendering/derender.py)."""
         return {}
+
+    def _kept_logprobs(self, choice: Choice) -> Sequence[PositionLogprobs]:
+        return self._logprobs.get(choice.index, ())
 
     def _best(self) -> list[Choice]:
         """All choices, or with best_of the likeliest of each prompt."""

@@ -15,13 +15,13 @@ from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.http.operation import GENERATES, Group, OfClass, route
-from meshlm.frontend.openai import limits, parse
+from meshlm.frontend.openai import limits, parse, render
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.rendering import derender, render, tokens
+from meshlm.frontend.rendering import derender, tokens
 from meshlm.frontend.rendering.schema import (
     BatchChatRequest,
     DerenderChatRequest,

@@ -18,7 +18,7 @@ from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Retry, Submit, media_of
-from meshlm.protocol.extras import find_extra
+from meshlm.protocol.extras import find_extra, generates
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
 from meshlm.runtime.client.placement import Choice, ResponseSink, choices_of
@@ -78,6 +78,7 @@ def build_each(
             max_tokens=mesh.max_tokens,
             cap_max_tokens=mesh.cap_max_tokens,
             want_ids=options.return_token_ids
+            or options.is_recorded
             or (options.echo and options.tokens_as_ids)
             or any(extra.needs_prompt_ids for extra in mesh.extras),
             want_text=options.echo or options.return_prompt_text,
@@ -100,6 +101,8 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     server = config.server
+    if server.record_requests and generates(parsed_request.mesh.extras):
+        parsed_request = parsed_request.with_answer(is_recorded=True)
     several = len(server.api_key) + len(server.admin_api_key) > 1 or bool(server.api_key_file)
     if several and config.cache.prefix_caching_per_key:
         parsed_request = parsed_request.with_mesh(cache_salt=salt_of(api_key, parsed_request.mesh.cache_salt))

@@ -201,6 +201,20 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1 << 16, description="bytes of stored responses beyond which the same is done", extra={"bytes": True}),
     ] = 256 << 20
+    record_requests: Annotated[
+        str,
+        Meta(
+            description="folder for files of requests with their tokens, which `meshlm replay` computes again; prompts are in them"
+        ),
+    ] = ""
+    record_requests_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 16,
+            description="bytes of one frontend's files of requests, of which the oldest half goes",
+            extra={"bytes": True},
+        ),
+    ] = 256 << 20
     disable_log_requests: Annotated[bool, Meta(description="no log line per request")] = False
 
     @property

@@ -28,6 +28,7 @@ COMMANDS = {  # the module of each; those of bench have a room of their own
     "logs": "cli.status",
     **dict.fromkeys(("scale", "set", "restart", "drain"), "cli.operate"),
     "trace": "cli.trace",
+    "replay": "cli.replay",
     "bench": "bench",
     **dict.fromkeys(("chat", "complete"), "cli.terminal"),
     "doctor": "cli.doctor",
@@ -127,7 +128,7 @@ def parser_of(argv: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_OneLineParser)
     wanted = next((word.replace("-", "_") for word in argv if not word.startswith("-")), None)
     for name in dict.fromkeys(COMMANDS.values()) if wanted not in COMMANDS else (COMMANDS[wanted],):
-        if name in ("cli.serve", "cli.run_batch", "cli.launch", "cli.doctor"):  # which log
+        if name in ("cli.serve", "cli.run_batch", "cli.replay", "cli.launch", "cli.doctor"):  # which log
             import_structlog()
         module = importlib.import_module(f"meshlm.supervisor.{name}")
         module.add_parser(commands)

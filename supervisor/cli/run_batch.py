@@ -13,6 +13,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import setproctitle
@@ -33,6 +35,7 @@ from meshlm.supervisor.settings import addresses, flags, node_rules, placement, 
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
+Work = Callable[[Server, threading.Event], int]
 # All work comes at once, nothing idles then, and each answer is in the file.
 ALL_AT_ONCE = {
     "standby_roles": ["none"],
@@ -64,20 +67,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.server is not None:
         try:
-            server = Server.of(arguments.server, _key_of(arguments))
+            server = Server.of(arguments.server, key_of(arguments))
         except ValueError as error:
             raise UsageError(f"--server {arguments.server}: {error}") from None
         return _answer(arguments, server)
+    return with_own_mesh(arguments, partial(_answer, arguments))
+
+
+def with_own_mesh(arguments: argparse.Namespace, work: Work) -> int:
+    """What `work` gives, called in a thread with a mesh of these flags, which ends with it. StartError, UsageError."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = _config(arguments)
     if config.run.log_format == "json":
         streams.json_from_here()
     node_rules.check_alone(config)
     setproctitle.setproctitle("meshlm: supervisor")
-    return resolve.fitting(lambda at_most: _answer_here(arguments, config, at_most))
+    return resolve.fitting(lambda at_most: _with_mesh(config, work, at_most))
 
 
-def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int | None) -> int:
+def _with_mesh(config: MeshConfig, work: Work, at_most: int | None) -> int:
     host = config.server.address
     with resolve.claim_port(host, config.server.port):
         config = resolve.for_mesh(config, at_most)
@@ -87,7 +95,7 @@ def _answer_here(arguments: argparse.Namespace, config: MeshConfig, at_most: int
             config = replace(config, run=replace(config.run, run_dir=str(path)))
             logs.configure(config.run)
             display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
-            code: int = uvloop.run(_run(arguments, addresses.with_node(config), display))
+            code: int = uvloop.run(_run(work, addresses.with_node(config), display))
             return code
 
 
@@ -102,7 +110,7 @@ def _config(arguments: argparse.Namespace) -> MeshConfig:
     for name in ("api_key_file", "ssl_certfile"):
         if getattr(config.server, name):
             raise UsageError(
-                f"--{name.replace('_', '-')}: it is for `meshlm serve`; run-batch asks itself over plain HTTP"
+                f"--{name.replace('_', '-')}: it is for `meshlm serve`; this command asks its mesh over plain HTTP"
             )
     if arguments.enable_metrics:
         return serve.with_keys(config)
@@ -112,12 +120,12 @@ def _config(arguments: argparse.Namespace) -> MeshConfig:
     return replace(config, server=replace(config.server, host=LOOPBACK, port=port, api_key=(secrets.token_hex(16),)))
 
 
-def _key_of(arguments: argparse.Namespace) -> str:
+def key_of(arguments: argparse.Namespace) -> str:
     """The key for a server that runs: the flag's or the environment's."""
     return next(iter(getattr(arguments, "api_key", None) or vllm_env.api_keys(os.environ)), "")
 
 
-async def _run(arguments: argparse.Namespace, config: MeshConfig, display: StartDisplay) -> int:
+async def _run(work: Work, config: MeshConfig, display: StartDisplay) -> int:
     supervisor = io.Supervisor(config, placement.identities(config), display)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -125,21 +133,21 @@ async def _run(arguments: argparse.Namespace, config: MeshConfig, display: Start
     server, ended = config.server, threading.Event()
     host = LOOPBACK if server.address in ("0.0.0.0", "::") else server.address
     there = Server(False, host, server.port, "", next(iter(server.api_key), ""))
-    work: asyncio.Task[int] | None = None
+    task: asyncio.Task[int] | None = None
     try:
         await supervisor.start()
         ready = asyncio.ensure_future(supervisor.ready.wait())
         either: set[asyncio.Future[Any]] = {ready, supervisor.ended}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            work = loop.create_task(asyncio.to_thread(_answer, arguments, there, ended))
-            both: set[asyncio.Future[Any]] = {work, supervisor.ended}
+            task = loop.create_task(asyncio.to_thread(work, there, ended))
+            both: set[asyncio.Future[Any]] = {task, supervisor.ended}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
-        if work is None or not work.done():
+        if task is None or not task.done():
             supervisor.ended.result()
-            raise StartError("the mesh has ended before the batch")
-        return work.result()
+            raise StartError("the mesh has ended before its requests")
+        return task.result()
     finally:
         ended.set()
         supervisor.stop(0.0)

@@ -64,6 +64,7 @@ def mesh_status(
         data_parallel_size=config.parallel.data_parallel_size,
         scaling=scaling.doing,
         scaling_failed=scaling.failed,
+        record_requests=str(Path(config.server.record_requests).absolute()) if config.server.record_requests else "",
         missing=missing,
     )
 

@@ -75,6 +75,13 @@ def store(file: str) -> Rules:
     yield file not in ("", STORE_OFF) and not writes, f"--responses-store {file}", "this file cannot be written"
 
 
+def recordings(folder: str) -> Rules:
+    """Of a folder of recordings, which frontends write."""
+    path = Path(folder) if os.path.exists(folder) else Path(folder).parent
+    why = "no file can be written there"
+    yield folder != "" and not (path.is_dir() and os.access(path, os.W_OK)), f"--record-requests {folder}", why
+
+
 def server(c: MeshConfig) -> Rules:
     grpc, auto = c.server.grpc, c.server.enable_auto_tool_choice
     yield auto and not c.server.tool_call_parser, "--enable-auto-tool-choice", "needs --tool-call-parser"

@@ -153,6 +153,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     check(flag_rules.traces(config))
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     check(flag_rules.store(config.server.responses_store))
+    check(flag_rules.recordings(config.server.record_requests))
     for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
         check(table(config, facts))
     check(flag_rules.states(config, files.spec))

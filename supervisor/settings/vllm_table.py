@@ -168,7 +168,7 @@ ABSENT = {
     "--tool-server": "clients call their tools themselves",
     "--reasoning-config": "--reasoning-parser is the setting",
     "--guided-decoding-backend": "grammars are llguidance's; --structured-outputs-config has the options",
-    "--enable-log-outputs": "answers are never logged",
+    "--enable-log-outputs": "answers are never logged; --record-requests DIR writes them to files, as token ids",
     "--log-config-file": "--log-level and --log-format are the settings",
     "--profiler-config": "--profiler-dir DIR is the setting",
     "--tokens-only": "prompts may be token ids, and return_token_ids gives the answer's",

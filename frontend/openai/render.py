@@ -1,4 +1,5 @@
-"""A parsed request, whose prompts have become token ids, as the request for POST /inference/v1/generate that it stands for. Pure."""
+"""A parsed request, whose prompts have become token ids, as the request for POST /inference/v1/generate that it stands for, and as a
+completion. Pure."""
 
 from typing import Any
 
@@ -17,6 +18,14 @@ Json = dict[str, Any]
 SAME = (  # names of SamplingParams that are vLLM's too
     "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
+
+
+def completion_alone(parsed_request: ParsedRequest, ids: list[int], model: str, context: int) -> Json:
+    """The fields of a completion that asks for one of the request's sequences behind these ids; but for its seed."""
+    room, most = context - len(ids), parsed_request.mesh.max_tokens
+    sampling = {**_sampling(parsed_request), "n": 1, "max_tokens": room if most is None else min(most, room)}
+    given = {{"extra_args": "vllm_xargs"}.get(name, name): value for name, value in sampling.items() if name != "timeout"}
+    return {**msgspec.to_builtins(given), "model": model, "prompt": ids, "return_token_ids": True}
 
 
 def check(parsed_request: ParsedRequest) -> None:
@@ -109,12 +118,12 @@ def _sampling(parsed_request: ParsedRequest) -> Json:
     found: Json = {"n": parsed_request.mesh.num_choices, **{name: getattr(sampling, name) for name in SAME}}
     neutral = samplers.LlamaSamplers()
     found |= {name: own for name in samplers.NAMES if (own := getattr(sampling, name)) != getattr(neutral, name)}
-    ends, grammar = set(sampling.eos_token_ids), find_extra(parsed_request.mesh.extras, Grammar)
+    grammar = find_extra(parsed_request.mesh.extras, Grammar)
     drafting = find_extra(parsed_request.mesh.extras, Drafting)
     wanted: Json = {
         "seed": parsed_request.mesh.seed,
         "stop": list(text.stop) or None,
-        "stop_token_ids": [token for token in sampling.stop_token_ids if token not in ends] or None,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
         "bad_words": list(text.bad_words) or None,
         "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()} or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
@@ -124,9 +133,10 @@ def _sampling(parsed_request: ParsedRequest) -> Json:
         else None,
         "logprob_token_ids": list(sampling.logprob_token_ids) or None,
         "repetition_detection": sampling.repetition_detection,
-        "ignore_eos": not ends or None,
+        "ignore_eos": not sampling.eos_token_ids or None,
         "include_stop_str_in_output": text.include_stop_str_in_output or None,
         "skip_special_tokens": None if text.skip_special_tokens else False,
+        "spaces_between_special_tokens": None if text.spaces_between_special_tokens else False,
         "structured_outputs": None if grammar is None or grammar.kind is GrammarKind.FREE else _constraint(grammar),
         "thinking_token_budget": None if grammar is None or grammar.thinking is None else grammar.thinking.num_tokens,
         "num_speculative_tokens": None if drafting is None else drafting.num_speculative_tokens,
