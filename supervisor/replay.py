@@ -24,7 +24,7 @@ Json = dict[str, Any]
 COMPLETIONS = "/v1/completions"
 CONCURRENT = 64  # sequences that are asked for at once
 ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)  # by itself
-TOLD = ("prompt_logprobs", "logprob_token_ids", "timeout")  # of a request, that say nothing of its tokens
+TOLD = ("prompt_logprobs", "logprob_token_ids", "timeout", "num_speculative_tokens")  # that change no token
 SAME, DIFFERS, NOT_ANSWERED, SKIPPED = "same", "different", "not answered", "not replayable"
 
 

@@ -18,10 +18,12 @@ from meshlm.frontend.openai import parse, render
 from meshlm.frontend.openai.parsed_request import MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.openai.schema import CompletionRequest
+from meshlm.protocol.audio import Audio
 from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import media_of
 from meshlm.protocol.extras import Extra, find_extra
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.recording import RecordedSequence
 from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import FinishReason, Identity
@@ -31,6 +33,7 @@ SUFFIX, OLDER = ".jsonl", ".older.jsonl"
 # Of SamplingParams: drawn, in MeshRequest, made by the detokenizer, and more than the client's with best_of. Of TextParams: what a
 # prompt of token ids has behind it.
 ASIDE = ("seed", "max_tokens", "bad_words_token_ids", "logprobs", "truncate_prompt_tokens", "truncation_side")
+FIELDS: dict[type[Extra], str] = {PromptEmbeds: "prompt_embeds", Audio: "file"}  # the client's names
 SHOWN = "keep_special_tokens"  # matters where a stop string is looked for
 _encode = msgspec.json.Encoder().encode
 
@@ -126,7 +129,7 @@ def lost_fields(
 ) -> list[str]:
     """The fields that decide tokens and are not the same once `body` is read as a completion: none is lost in silence."""
     mesh = parsed_request.mesh
-    found = [_tag(extra) for extra in media] + ["use_beam_search"] * mesh.beams
+    found = [_field(extra) for extra in media] + ["use_beam_search"] * mesh.beams
     if not found:
         try:
             completion, _ = bodies.converted(body, CompletionRequest)
@@ -148,8 +151,8 @@ def _differing(one: MeshRequest, other: MeshRequest) -> list[str]:
     if plain[0] != plain[1] and grammars[0] is not None:
         found.append(grammars[0].param.partition(".")[0] or "thinking_token_budget")
     known = [*other.extras, *grammars]
-    return found + [_tag(extra) for extra in one.extras if extra not in known]
+    return found + [_field(extra) for extra in one.extras if extra not in known]
 
 
-def _tag(extra: Extra) -> str:
-    return str(extra.__struct_config__.tag)
+def _field(extra: Extra) -> str:
+    return FIELDS.get(type(extra)) or str(extra.__struct_config__.tag)

@@ -20,6 +20,8 @@ from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.replay import DIFFERS, NOT_ANSWERED, SAME, SKIPPED
 from meshlm.supervisor.settings import flags
 
+OF_SERVER = ("host", "port", "api_key", "run_dir")  # settings that say which server is asked
+
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
@@ -43,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{path}: no request {wanted} is recorded there" if wanted else f"{path}: no requests")
         work = partial(_replay, path, wanted, models)
         if "model" in arguments:
+            if arguments.url is not None:
+                raise UsageError("--url: a server, or MODEL for a mesh of its own; not both")
             return run_batch.with_own_mesh(arguments, work)
         return work(_server(arguments))
     except StartError as error:
@@ -68,6 +72,9 @@ def _recordings(arguments: argparse.Namespace) -> tuple[Path, str]:
 
 def _server(arguments: argparse.Namespace) -> Server:
     given: dict[str, Any] = vars(arguments)
+    of_mesh = [setting.flag for setting in flags.settings() if setting.name in given and setting.name not in OF_SERVER]
+    if of_mesh or arguments.config is not None:
+        raise UsageError(f"{of_mesh[0] if of_mesh else '--config'}: it is for a mesh of its own, which needs MODEL")
     host = given.get("host") or run_batch.LOOPBACK
     url = arguments.url or f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', 8000)}"
     try:
