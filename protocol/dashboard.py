@@ -48,6 +48,8 @@ class RankView(Struct, frozen=True):
     expert_loads: tuple[
         int, ...
     ]  # tokens that each rank's experts had in the last window (--enable-eplb); () without any
+    accepted: float | None  # share of the drafted tokens of the last seconds, 0 .. 1; None: none were drafted
+    accepted_len: float | None  # tokens of a step that had drafts, in the mean
 
 
 class Percentiles(Struct, frozen=True):

@@ -19,6 +19,7 @@ from meshlm.runtime.client.placement import Choice
 FIGURES_S, RUNNING_S = 0.5, 1.0  # figures and the requests that run are made anew so often
 NEWS_S = 6.0  # of an event: longer than the longest time between two
 STEP_HOPS = ("schedule", "send", "launch", "device", "return")  # as in step_..._time_seconds of docs/metrics.md
+DRAFTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")  # likewise spec_decode_...
 
 WINDOW_S = 60  # of percentiles
 BUCKETS_PER_E = 25  # so a percentile is right to 2 percent
@@ -200,6 +201,7 @@ class Snapshots:
 def _rank_view(rank: RankStats, rates: dict[Count, float]) -> RankView:
     of = rank.dp_rank, rank.incarnation
     busy, idle = rates[(*of, "busy")], rates[(*of, "idle")]
+    length = _ratio(rates, of, "num_accepted_tokens", "num_drafts")
     times = {hop: rates.get((*of, f"times {hop}"), 0.0) for hop in STEP_HOPS}
     return RankView(
         rank=rank.dp_rank,
@@ -210,6 +212,8 @@ def _rank_view(rank: RankStats, rates: dict[Count, float]) -> RankView:
         kv_groups=_gauge(rank, "kv_cache_group_blocks"),
         step={hop: round(rates[(*of, f"seconds {hop}")] / times[hop], 7) for hop in STEP_HOPS if times[hop]},
         expert_loads=rank.graphs.expert_loads,
+        accepted=_ratio(rates, of, "num_accepted_tokens", "num_draft_tokens"),
+        accepted_len=None if length is None else round(1 + length, 3),
         kv_usage=round(rank.kv_cache_usage, 4),
         hit_rate=round(rank.prefix_cache_hits / max(1, rank.prefix_cache_queries), 4),
         preemptions=rank.num_preemptions,
@@ -219,6 +223,12 @@ def _rank_view(rank: RankStats, rates: dict[Count, float]) -> RankView:
     )
 
 
+def _ratio(rates: dict[Count, float], of: tuple[int, int], what: str, to: str) -> float | None:
+    """How much one count of drafts grew for each of another's; None where that one did not."""
+    whole = rates.get((*of, to), 0.0)
+    return round(rates[(*of, what)] / whole, 3) if whole else None
+
+
 def _totals(rank: RankStats) -> Iterable[tuple[Count, float]]:
     """What a rank has counted; of each hop of a step how often it was passed, and the seconds that it took in all."""
     of = rank.dp_rank, rank.incarnation
@@ -226,6 +236,8 @@ def _totals(rank: RankStats) -> Iterable[tuple[Count, float]]:
     yield (*of, "generated"), rank.generation_tokens
     yield (*of, "busy"), rank.busy_ns
     yield (*of, "idle"), rank.idle_ns
+    for name in DRAFTS:
+        yield (*of, name), sum(rank.counts.counters.get(f"spec_decode_{name}", {}).values())
     for hop in STEP_HOPS:
         if (seen := rank.counts.histograms.get(f"step_{hop}_time_seconds")) is not None:
             yield (*of, f"times {hop}"), sum(seen.counts)

@@ -22,7 +22,7 @@ PACKAGES = (
     *("pyzmq", "msgspec", "uvloop", "starlette", "uvicorn"),
 )
 # Of vLLM's configuration.
-NOT_THERE = tuple(f"{kind}_config" for kind in ("lora", "speculative", "kv_transfer", "ec_transfer", "weight_transfer"))
+NOT_THERE = tuple(f"{kind}_config" for kind in ("lora", "kv_transfer", "ec_transfer", "weight_transfer"))
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 
@@ -95,8 +95,19 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
         },
         "load_config": {"load_format": resolved.load_format, "download_dir": config.model.download_dir or None},
         "device_config": {"device": resolved.device, "device_type": resolved.device},
+        "speculative_config": _speculative(config),
         **dict.fromkeys(NOT_THERE),
     }
+
+
+def _speculative(config: MeshConfig) -> dict[str, Any] | None:
+    """What drafts tokens; null: nothing does."""
+    drafts, of = config.speculative, {"ngram": "prompt_lookup_", "suffix": "suffix_decoding_"}
+    if not drafts.method:
+        return None
+    own = [name for name in drafts.__struct_fields__ if name.startswith(of.get(drafts.method, "_"))]
+    found = _named(drafts, "method", "num_speculative_tokens", *own, "rejection_sample_method")
+    return found | {"synthetic_acceptance_rates": list(drafts.synthetic_acceptance_rates) or None}
 
 
 def _named(settings: Struct, *names: str) -> dict[str, Any]:

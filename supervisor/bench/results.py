@@ -42,6 +42,13 @@ METRICS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
+DRAFTS = {
+    "Acceptance rate (%):": "acceptance_rate",
+    "Acceptance length:": "acceptance_length",
+    "Drafts:": "num_drafts",
+    "Draft tokens:": "draft_tokens",
+    "Accepted tokens:": "accepted_tokens",
+}
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "start_times", "generated_texts", "errors")
 SHOWN_ERRORS = 10
 
@@ -171,6 +178,13 @@ def show(result: Mapping[str, Any], metrics: Sequence[str], wanted: Sequence[flo
             _line(f"Median {short} (ms):", result[f"median_{name}_ms"])
             for percent in wanted:
                 _line(f"P{percent:g} {short} (ms):", result[f"p{percent:g}_{name}_ms"])
+    if "spec_decode_num_drafts" in result:
+        print(f"{'Speculative Decoding':-^50}")
+        for label, key in DRAFTS.items():
+            _line(label, result[f"spec_decode_{key}"])
+        print("Per-position acceptance (%):")
+        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+            _line(f"  Position {position}:", 100 * rate)
     print("=" * 50)
     errors = list(dict.fromkeys(" ".join(error.split()) for error in result["errors"] if error))
     for error in errors[:SHOWN_ERRORS]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from meshlm.supervisor.bench import data, results, serve_flags
+from meshlm.supervisor.bench import data, drafts, results, serve_flags
 from meshlm.supervisor.bench.data import OwnTexts, Sample, ServerTexts, Texts
 from meshlm.supervisor.bench.results import Measured
 from meshlm.supervisor.cli.terminal import Server, model_of
@@ -156,8 +156,8 @@ def run(arguments: argparse.Namespace) -> int:
     is_chat = serve_flags.is_chat(arguments)
     target = Target(server.host, server.port, tls, server.base + arguments.endpoint, headers, body, is_chat)
     samples = _samples(arguments, server, shown)
-    measured, duration = uvloop.run(_measure(arguments, server, target, samples))
-    result |= results.summed_up(measured, duration, goodput)
+    measured, duration, drafted = uvloop.run(_measure(arguments, server, target, samples))
+    result |= results.summed_up(measured, duration, goodput) | drafted
     for name in wanted:
         result |= results.spread(measured, name, percents)
     results.show(result, wanted, percents)
@@ -218,8 +218,8 @@ def _samples(arguments: argparse.Namespace, server: Server, model: str) -> list[
 
 async def _measure(
     arguments: argparse.Namespace, server: Server, target: Target, samples: list[Sample]
-) -> tuple[list[Measured], float]:
-    """Each sample's result, and how long they took together."""
+) -> tuple[list[Measured], float, dict[str, Any]]:
+    """Each sample's result, how long they took together, and what the server counted of drafts meanwhile."""
     limit = asyncio.Semaphore(arguments.max_concurrency or len(samples) + arguments.num_warmups)
     first = samples[0]
 
@@ -236,6 +236,7 @@ async def _measure(
     plan = delays(len(samples), arguments.request_rate, arguments.burstiness, ramp_up, source)
     if arguments.profile:
         await asyncio.to_thread(_profile, server, "start")
+    before = await asyncio.to_thread(drafts.counted, server)
     begun, tasks = time.perf_counter(), []
     for number, (sample, delay) in enumerate(zip(samples, plan, strict=True)):
         if (wait := begun + delay - time.perf_counter()) > 0:
@@ -245,7 +246,8 @@ async def _measure(
     duration = time.perf_counter() - begun
     if arguments.profile:
         await asyncio.to_thread(_profile, server, "stop")
-    return found, duration
+    drafted = drafts.summed_up(before, await asyncio.to_thread(drafts.counted, server))
+    return found, duration, drafted
 
 
 async def _ready(limit_s: float, target: Target, sample: Sample, prefix: str) -> None:

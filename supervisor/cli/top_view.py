@@ -132,10 +132,11 @@ def _ranks(ranks: Iterable[RankView]) -> list[Text]:
                 _share(rank.busy, 2.0),
                 (str(rank.preemptions), ""),
                 (_balance(rank), ""),
+                (_drafts(rank), ""),
                 (step, "dim"),
             ]
         )
-    names = "rank# run# wait# KV groups hits# tokens/s# prompt/s# device preempt# experts# step"
+    names = "rank# run# wait# KV groups hits# tokens/s# prompt/s# device preempt# experts# drafts# step"
     return _table(names.split(" "), rows)
 
 
@@ -143,6 +144,11 @@ def _balance(rank: RankView) -> str:
     loads = rank.expert_loads
     most = max(loads, default=0)
     return f"{sum(loads) / len(loads) / most:.0%}" if most else "-"
+
+
+def _drafts(rank: RankView) -> str:
+    """The share of drafted tokens that were accepted, and the tokens of a step."""
+    return "-" if rank.accepted is None or rank.accepted_len is None else f"{rank.accepted:.0%} {rank.accepted_len:.1f}"
 
 
 def _share(value: float, high: float) -> Cell:

@@ -44,7 +44,7 @@ function showProcesses(snapshot) {
 }
 
 function meterRow() {
-  const row = plainRow(["rank", "running#", "waiting#", "kv", "groups", "hits#", "tokens#", "prompt#", "busy", "preempted#", "step", "experts"]);
+  const row = plainRow(["rank", "running#", "waiting#", "kv", "groups", "hits#", "tokens#", "prompt#", "busy", "preempted#", "step", "experts", "drafts#"]);
   row.bar = el("div", { class: "hops small", role: "img" });
   row.cells[10].append(row.bar);
   row.experts = { bars: el("span", { class: "experts", "aria-hidden": "true" }), text: el("span") };
@@ -63,6 +63,7 @@ function showRanks(snapshot) {
     const texts = {
       0: String(rank.rank), 1: String(rank.running), 2: String(rank.waiting), 4: counts(rank.kv_groups) || "-",
       5: percent(rank.hit_rate), 6: number(rank.generated_per_s), 7: number(rank.prompt_per_s), 9: String(rank.preemptions),
+      12: rank.accepted === null ? "-" : `${percent(rank.accepted)}, ${rank.accepted_len.toFixed(1)} tokens`,
     };
     for (const [place, text] of Object.entries(texts)) say(cells[place], text);
     set(cells[2], { title: counts(rank.waiting_for) });

@@ -1,5 +1,6 @@
 """What the dashboard's events say, made of what a frontend was told."""
 
+import sys
 from typing import Any
 
 import msgspec
@@ -25,6 +26,9 @@ from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 WORKER = Identity(Role.WORKER, 1)
 
 
+DRAFTED = {"num_drafts": 40.0, "num_draft_tokens": 100.0, "num_accepted_tokens": 50.0}
+
+
 def known(second: float, **stats: Any) -> Known:
     rank = RankStats(
         dp_rank=3, num_running=4, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=40,
@@ -33,7 +37,7 @@ def known(second: float, **stats: Any) -> Known:
     )  # fmt: skip
     device = HistogramCounts(2.0 * second, (int(50 * second), int(50 * second)))
     told = ProcessCounts(
-        {},
+        {f"spec_decode_{name}": {"": count * second} for name, count in DRAFTED.items()},
         {
             "kv_cache_blocks": {"used": 3.0, "empty": 5.0},
             "kv_cache_group_blocks": {"full": 2.0, "sliding": 1.0},
@@ -83,6 +87,7 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
     assert (found.ttft.count, found.itl.count) == (1, 0)
     assert (rank.kv_pages, rank.kv_groups) == ({"used": 3, "empty": 5}, {"full": 2, "sliding": 1})
     assert (rank.waiting_for, rank.expert_loads) == ({"capacity": 2}, (30, 10))
+    assert (rank.accepted, rank.accepted_len) == (0.5, 2.25)
     assert rank.step == {"device": pytest.approx(0.02, rel=0.05)}, "hops that no step passed of late are absent"
     (process,) = found.processes
     assert (process.name, process.node, process.state, process.restarts) == ("worker/1", "gpu-7", "ready", 2)
@@ -92,6 +97,12 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
         ("worker/1", "scheduler/1"): pytest.approx(50, rel=0.05)
     }
     assert [(one.level, one.text) for one in found.news] == [("error", "x")]
+
+
+def test_a_rank_that_drafts_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "DRAFTED", {})
+    (rank,) = last_of(Snapshots(Facts("f", "1", "m"))).ranks
+    assert (rank.accepted, rank.accepted_len) == (None, None)
 
 
 def test_a_mesh_that_does_not_serve_says_why() -> None:

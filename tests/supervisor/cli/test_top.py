@@ -28,7 +28,7 @@ SNAPSHOT = Snapshot(
     edges=(),
     ranks=(
         RankView(0, 5, 4, {"capacity": 4}, 0.95, {"used": 9}, {"full": 7, "sliding": 2}, 0.25, 6, 2000.0, 1234.0, 0.5,
-                 {"device": 0.0204, "return": 0.001}, (30, 10)),
+                 {"device": 0.0204, "return": 0.001}, (30, 10), 0.625, 2.25),
     ),
     running=(RequestView("cmpl-1", "", 0.0, 2.5, {"encode": 0.001, "decode": 2.4}, rank="0", num_output_tokens=31, num_attempts=2),),
     num_ended=0, ended=(), news=(NewsView(1750000000.0, "error", "worker/0 died and is started again (signal 9)"),),
@@ -86,7 +86,7 @@ def test_it_shows_what_the_mesh_does() -> None:
     )
     (rank,) = (line.split() for line in lines if line.lstrip().startswith("0 "))
     assert rank[:3] == ["0", "5", "4"]
-    for word in ("95%", "full 7, sliding 2", "25%", "50%", "67%", "device 20.4 ms  return 1.0 ms"):
+    for word in ("95%", "full 7, sliding 2", "25%", "50%", "67%", "62% 2.2", "device 20.4 ms  return 1.0 ms"):
         assert word in text, word
     (worker,) = (line for line in lines if line.startswith("worker/0"))
     assert worker.split() == ["worker/0", "starting", "2", "3.0", "s", "51", "MB", "weights"]
