@@ -1,6 +1,6 @@
 """DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): multi-head latent attention, and experts from some layer on.
 DeepSeek-V3 and R1 (DeepSeek-AI 2024): V2 with experts that are scored by sigmoids and chosen with a correction bias.
-The layers behind the last, which draft further tokens (multi-token prediction), are not loaded.
+The layer behind the last, which drafts further tokens (multi-token prediction), is a model of its own (drafters.py).
 
 
 DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
@@ -246,6 +246,7 @@ DEEPSEEK_V3 = Family(
     keys=KEYS | set(DRAFTS),
     defaults=DEEPSEEK_V3_DEFAULTS,
     model=MODEL,
+    nextn="meshlm.workers.models.drafters:DeepseekNextN",
 )
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
@@ -329,6 +330,7 @@ _V32 = Family(
     keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
     defaults=DEEPSEEK_V3_DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     model="meshlm.workers.models.deepseek:SparseDeepseek",
+    nextn="meshlm.workers.models.drafters:SparseDeepseekNextN",
 )
 _GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")
 _GLM = _V32._replace(

@@ -33,6 +33,7 @@ class Serves(Enum):
     TOKEN_CLASSES = "token_classes"
     REWARDS = "rewards"  # scores of each of a text's tokens, or of the last
     TRANSCRIPTIONS = "transcriptions"
+    DRAFTS = "drafts"  # for another model, and nothing for clients
 
 
 class Layout(Enum):
@@ -60,6 +61,7 @@ class Weight(NamedTuple):
     """The rows of a head, and how many of them, from the first on, a checkpoint has for rotating neighbours; we rotate halves."""
     beside: bool = False  # weights of the same parameter stand beside one another, by columns
     expert: int | None = None  # the parameter has this matrix for each expert; llama.cpp's tensor holds those of all
+    integers: bool = False  # files hold whole numbers
 
 
 class GGUFMetadata(NamedTuple):
@@ -144,3 +146,4 @@ class Family(NamedTuple):
         "",
     )  # --tool-call-parser and --reasoning-parser of its chats, where none is asked for
     unread: str = ""  # a regular expression for renamed tensors that other tasks need
+    nextn: str = ""  # module and class that compute the layer behind the last, which drafts, where checkpoints have one

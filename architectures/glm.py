@@ -3,7 +3,7 @@ GLM-4-0414 and GLM-Z1 (GLM Team 2025): GLM with norms behind attention and MLP, 
 
 
 GLM-4.5, 4.6 and 4.7 (GLM Team 2025): experts scored by sigmoids behind some dense layers, and half of each head is turned.
-The layers behind the last, which draft further tokens, are not loaded.
+The layer behind the last, which drafts further tokens, is a model of its own (drafters.py).
 
 
 dots.llm1 (rednote-hilab 2025): experts scored by sigmoids, query and key heads normed; layers may slide.
@@ -128,6 +128,7 @@ GLM4_MOE = Family(
     | {"first_k_dense_replace": 1, "norm_topk_prob": True},
     gguf=GGUFFamily("glm4moe", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
+    nextn="meshlm.workers.models.drafters:NextN",
 )
 
 

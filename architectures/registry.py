@@ -7,6 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from meshlm.architectures.drafters import NEXTN, nextn_family
 from meshlm.architectures.family import Family, Serves, Weight, stem_of
 from meshlm.protocol.model import ModelSpec
 
@@ -123,6 +124,9 @@ def families() -> dict[str, Family]:
 
 def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
+    if architecture.endswith(NEXTN):
+        target = family_of(architecture.removesuffix(NEXTN))
+        return nextn_family(target) if target is not None and target.nextn else None
     return _family(architecture) if architecture in _FAMILIES or architecture == TRANSFORMERS else None
 
 
@@ -159,6 +163,8 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
 def _family(architecture: str) -> Family:
     if architecture == TRANSFORMERS:
         return _TRANSFORMERS
+    if architecture.endswith(NEXTN):
+        return nextn_family(_family(architecture.removesuffix(NEXTN)))
     found = _FAMILIES[architecture]
     if isinstance(found, _Module):
         module = import_module(f"meshlm.architectures.{found.name}")

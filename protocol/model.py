@@ -129,6 +129,20 @@ class TransformersSpec(Struct, frozen=True, kw_only=True):
     not_staged: str = ""  # why its layers cannot be stages of a pipeline; empty: they can
 
 
+class DraftSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a drafter has that reads the states of the model that it drafts for, its target. The model's layers are the drafter's."""
+
+    method: Literal["mtp", "eagle", "eagle3"]
+    first_layer: int = 0  # mtp: the number in the checkpoint of its first layer, which stands behind the target's
+    target_hidden_size: int = 0  # numbers of a target's state; 0: hidden_size
+    taps: tuple[
+        int, ...
+    ] = ()  # eagle3: the numbers of the target's layers behind which it reads states; empty: the target tells
+    draft_vocab_size: int = 0  # tokens of its own output projection; 0: it is the target's
+    norm_before_residual: bool = False  # eagle3: the residual begins with normed states
+    fc_bias: bool = False  # eagle: of the product that makes one state of an embedding and a target's state
+
+
 class LayerNormSpec(Struct, frozen=True, kw_only=True):
     """A decoder with layer norms: the order in its layers, and what stands before the first and behind the last of them."""
 
@@ -172,7 +186,9 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     multipliers: tuple[float, ...] = ()  # that a family multiplies into its weights while they load
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
-    num_nextn_predict_layers: int = 0  # that a checkpoint has behind the last, and that are not loaded
+    num_nextn_predict_layers: int = (
+        0  # that a checkpoint has behind the last; they draft, and are no part of this model
+    )
     altup: AltUpSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
     text_part: bool = False  # the checkpoint also has parts for images or audio, which are not loaded
@@ -188,6 +204,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     head: HeadSpec | None = None  # a classifier of pooled states, in the place of the output projection
     transformers: TransformersSpec | None = None
     audio_encoder: AudioEncoderSpec | None = None  # to whose output layers attend, beside the tokens before
+    draft: DraftSpec | None = None  # of a drafter that reads another model's states
 
     @property
     def num_hidden_layers(self) -> int:

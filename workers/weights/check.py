@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlm.architectures.quantization import FP8
+from meshlm.architectures.registry import weights_of
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
@@ -18,6 +19,7 @@ from meshlm.workers.weights.scales import quantised_weights, scale_tensors
 from meshlm.workers.weights.source import Source
 from meshlm.workers.weights.sources import shapes
 
+INTEGERS = ("I64", "I32")
 _SAMPLE = 16
 """Rows of the embedding that are compared with those of an output projection that should be the same tensor."""
 
@@ -28,6 +30,7 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
     expected: dict[str, tuple[tuple[int, ...], ...]] = {_short(name): (shape,) for name, shape in shapes(spec)}
     scales = {_short(name): scale for name, scale in scale_tensors(spec).items()}
     codes = {_short(name) for name in quantised_weights(spec)}
+    integers = {_short(weight.name) for weight in weights_of(spec).values() if weight.integers}
     for scale in scales.values():
         if scale.scheme.weight == "group":  # files hold it in other tensors, or in another shape
             expected.pop(_short(scale.weight), None)
@@ -46,7 +49,7 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
         if short in found:
             twice.append(name)
         found[short] = source.shape
-        known = (FP8,) if short in codes else FLOATS
+        known = (FP8,) if short in codes else INTEGERS if short in integers else FLOATS
         if source.dtype not in ((scales[short].types or known) if short in scales else known):
             types.append(f"{name} ({source.dtype})")
         elif (

@@ -309,14 +309,15 @@ def _take_kv_scale(name: str, source: Source, model: Decoder) -> bool:
     if match is None:
         return False
     mine = model.shard.layers(model.spec.num_hidden_layers)
-    if int(match[1]) not in mine:
+    number = int(match[1]) - (model.spec.draft.first_layer if model.spec.draft else 0)
+    if number not in mine:
         return True
     if math.prod(source.shape) != 1:
         raise ProcessFatal(f"tensor {name}: one positive number per layer is read, this has shape {source.shape}")
     scale = float(source.whole())
     if not 0 < scale < math.inf:
         raise ProcessFatal(f"tensor {name}: one positive number per layer is read, this is {scale}")
-    layer = model.layers[int(match[1]) - mine.start]
+    layer = model.layers[number - mine.start]
     if not isinstance(layer, DecoderLayer):  # of a reload, which is done with it
         return True
     attention = layer.attention

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlm.architectures.drafters import is_own
 from meshlm.architectures.family import Weight
 from meshlm.architectures.packed_quantization import stem_of
 from meshlm.architectures.quantization import scheme_of
@@ -163,6 +164,8 @@ def sources(
         found = ((own, source) for name, source in found if (own := text_tensor(name)) is not None)
     if family is not None and family.rename is not None and load_format != "dummy":
         found = _renamed(found, spec, family.rename, family.unread)
+    if spec.draft is not None and load_format != "dummy":
+        found = ((name, source) for name, source in found if is_own(name, spec))
     if spec.quantization is not None and spec.quantization.method == "bitsandbytes" and load_format != "dummy":
         found = with_scales(found, spec.quantization)
     if family is not None and family.experts is not None and load_format not in ("dummy", "gguf"):
