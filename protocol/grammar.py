@@ -59,9 +59,5 @@ class Grammar(ExtraKind, frozen=True, tag="grammar", omit_defaults=True):
         return len(self.text.encode())
 
     @property
-    def max_drafts(self) -> int:
-        return 0  # a mask is of one token
-
-    @property
     def constraint(self) -> str:
         return self.param

@@ -43,12 +43,12 @@ def test_a_kind_answers_for_itself() -> None:
     assert num_bytes((grammar, audio)) == 10
     assert (generates((grammar, audio)), generates((audio, pool))) == (True, False)
     assert (pool.num_vectors(7), Pool(PoolKind.LAST).num_vectors(7), grammar.num_vectors(7)) == (7, 1, 0)
-    assert (grammar.constraint, grammar.is_prepared, grammar.max_drafts) == ("guided_regex", True, 0)
+    assert (grammar.constraint, grammar.is_prepared, grammar.max_drafts) == ("guided_regex", True, None)
     assert [max_drafts(extras) for extras in ((), (audio,), (audio, Drafting(3)), (Drafting(3), grammar))] == [
         None,
         None,
         3,
-        0,
+        3,
     ]
     assert audio.key_parts(0, 16) != Audio(bytes(12)).key_parts(0, 16)
     assert audio.key_parts(16, 32) == b"", "the keys of later blocks have it from the first one"

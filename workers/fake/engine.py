@@ -6,7 +6,8 @@ sliding windows has several groups of layers, with a table each: then all that a
 group, too: where its page is carried on, the slots of later tokens overwrite those of earlier ones.
 
 With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
-row's end until it is overwritten. Now and then it drafts fewer for a row than it may, or gives it no token at all.
+row's end until it is overwritten. Now and then it drafts fewer for a row than it may, or gives it no token at all. Where a row keeps
+to a grammar its drafts do, but for the wrong ones.
 """
 
 import time
@@ -29,11 +30,11 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
 from meshlm.workers.fake.extras import FakeHead, FakeRows, StepArrays, extras_of
 from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, columns, dice, powers
-from meshlm.workers.output.grammars import Grammars, TokenMask
+from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.extras.extra import with_findings
-from meshlm.workers.rows.step_columns import COMPUTED, StepColumns
+from meshlm.workers.rows.step_columns import COMPUTED, Drafts, StepColumns, columns_of
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool
@@ -123,6 +124,8 @@ class FakeEngine:
         self._rows.apply(plan)
         num_drafts = self._draft(plan)
         step = StepColumns(self._from_row_ends(plan, num_drafts) if self.facts.max_drafts else plan)
+        if num_drafts is not None:
+            step.drafts = self._rows.last_tokens(step.rows[step.places], num_drafts[step.places])
         extras, arrays, head = self.extras.for_step(step), self._rows.step(step), FakeHead(self._vocab_size)
         launched = time.monotonic_ns()
         if plan.new_rows or len(arrays.slots) > len(arrays.rows):
@@ -132,14 +135,13 @@ class FakeEngine:
         for extra in extras:
             extra.before_head(head)
             extra.after_model(self._written)
-        sampled = self._sample(arrays.slots[arrays.query_start[1:] - 1, 0][arrays.samples], head.masked)
-        for extra in extras:
-            extra.after_head(sampled, COMPUTED)
-        if num_drafts is None:
-            token_ids, counts = sampled, None
+        token_ids, counts = self._sample(self._state[arrays.slots[step.lines().tokens, 0]], head.masked), None
+        if step.drafts is None:
             self._rows.sampled(arrays, token_ids)
         else:
-            token_ids, counts = self._accept(plan.step, arrays, num_drafts, sampled, head.masked)
+            token_ids, counts = self._accept(plan.step, arrays.rows[arrays.samples], step.drafts, token_ids)
+        for extra in extras:
+            extra.after_head(token_ids, COMPUTED, counts)
         if self._step_s:
             begun = max(self._free_at, time.monotonic())
             self._free_at = begun + self._step_s
@@ -153,7 +155,7 @@ class FakeEngine:
             launched_ns=launched,
             done_ns=time.monotonic_ns(),
             counts=b"" if counts is None else counts.tobytes(),
-            drafted=b"" if num_drafts is None else num_drafts[arrays.samples].tobytes(),
+            drafted=b"" if step.drafts is None else step.drafts.counts.tobytes(),
         )
         return Done(with_findings(result, extras))
 
@@ -170,16 +172,24 @@ class FakeEngine:
         ends = table.num_known[rows]
         before = np.maximum(ends.astype(np.int64) - 2, 0)
         state = np.where(ends > 1, self._state[table.slots(rows, before)[:, 0]], np.uint64(0))
-        for nth in range(int(counts.max(initial=0))):
-            state = state * np.uint64(FACTOR) + (table.tokens[rows, ends + nth - 1].astype(np.int64) + 1).astype(
-                np.uint64
-            )
-            wrong = dice(rows, ends + nth) % WRONG_EVERY == 0
-            drafted = np.where(wrong, FIRST_TOKEN, self._tokens_of(state))
-            more = nth < counts
-            table.tokens[rows[more], (ends + nth)[more]] = drafted[more]
         table.num_known[rows] += counts
+        for nth in range(int(counts.max(initial=0))):
+            more = counts > nth
+            rows, ends, state, counts = rows[more], ends[more], state[more], counts[more]
+            last = table.tokens[rows, ends + nth - 1].astype(np.int64)
+            state = state * np.uint64(FACTOR) + (last + 1).astype(np.uint64)
+            wrong = dice(rows, ends + nth) % WRONG_EVERY == 0
+            right = self._sample(state, self._mask_behind(rows, ends, nth))
+            table.tokens[rows, ends + nth] = np.where(wrong, FIRST_TOKEN, right)
         return num_drafts
+
+    def _mask_behind(self, rows: I32, ends: I32, count: int) -> TokenMask | None:
+        """What the grammars of these rows allow behind their first `count` drafts, which begin at `ends`."""
+        counts = np.full(len(rows), count, np.int32)
+        step = columns_of(rows, ends, counts + 1)
+        step.drafts = Drafts(counts, self._rows.tokens[rows[:, None], ends[:, None] + np.arange(count)].ravel())
+        mask = self.extras.kind(GrammarRows).grammars.of_step(rows, step).mask()
+        return None if mask is None else mask.of(np.arange(len(rows)) * (1 + count) + count)
 
     def _from_row_ends(self, plan: StepPlan, num_drafts: I32 | None) -> StepPlan:
         """The plan with the places where rows really are, and with the drafts among the tokens to be computed."""
@@ -191,23 +201,16 @@ class FakeEngine:
         columns = {"starts": starts.astype(np.int32).tobytes(), "counts": counts.tobytes()}
         return msgspec.structs.replace(plan, **columns, num_tokens=int(counts.sum()))
 
-    def _accept(
-        self, step: int, arrays: StepArrays, num_drafts: I32, last: I32, masked: TokenMask | None
-    ) -> tuple[I32, I32]:
-        """Sample every drafted position, and keep the tokens up to the first draft that differs; how many each row got. last: sampled
-        at the last positions."""
-        table = self._rows
-        tokens: list[I32] = []
-        constrained = () if masked is None else set(masked.lines.tolist())
-        for line, place in enumerate(np.flatnonzero(arrays.samples).tolist()):
-            row, drafts, end = int(arrays.rows[place]), int(num_drafts[place]), int(arrays.query_start[place + 1])
-            sampled = self._tokens_of(self._state[arrays.slots[end - 1 - drafts : end, 0]])
-            if line in constrained:  # it has no drafts
-                sampled = last[line : line + 1]
-            known = int(table.num_known[row]) - drafts
-            right = sampled[:drafts] == table.tokens[row, known : known + drafts]
-            given = sampled[: 1 + int(np.logical_and.accumulate(right).sum())]
-            if line not in constrained and dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
+    def _accept(self, step: int, rows: I32, drafts: Drafts, sampled: I32) -> tuple[I32, I32]:
+        """The tokens that these rows get of those that were sampled at their lines, up to the first draft that differs; and how many
+        each got."""
+        table, tokens = self._rows, list[I32]()
+        ends = np.cumsum(1 + drafts.counts).tolist()
+        for row, count, end in zip(rows.tolist(), drafts.counts.tolist(), ends, strict=True):
+            known, given = int(table.num_known[row]) - count, sampled[end - 1 - count : end]
+            right = given[:count] == table.tokens[row, known : known + count]
+            given = given[: 1 + int(np.logical_and.accumulate(right).sum())]
+            if dice(np.array([row]), np.array([step]))[0] % NONE_EVERY == 0:
                 given = given[:0]
             table.tokens[row, known : known + len(given)] = given
             table.num_known[row] = known + len(given)
@@ -232,9 +235,8 @@ class FakeEngine:
             at += count
         return wanted
 
-    def _sample(self, slots: I64, mask: TokenMask | None) -> I32:
-        """The tokens that follow those in these slots; where a grammar allows only some, one of these."""
-        state = self._state[slots]
+    def _sample(self, state: U64, mask: TokenMask | None) -> I32:
+        """The tokens that follow those of these states; where a grammar allows only some, one of these."""
         tokens = self._tokens_of(state)
         if mask is not None:
             for line, allowed in zip(mask.lines, mask.allowed(self._vocab_size), strict=True):

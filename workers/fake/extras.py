@@ -15,7 +15,7 @@ from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.rows.changes import I32, I64, unpacked
 from meshlm.workers.rows.extras.extra import RowExtra, RowExtras, StepExtra, StepFindings
 from meshlm.workers.rows.extras.prompt_results import Pooling, PoolingRows, PromptLogprobsRows, PromptSpan
-from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.rows.step_columns import Drafts, StepColumns
 from meshlm.workers.rows.table import RowTable
 
 
@@ -74,6 +74,13 @@ class FakeRows:
         blocks = np.moveaxis(self.blocks[:, rows, positions // size], 0, -1).astype(np.int64)
         found: I64 = blocks * size + (positions % size)[..., None]
         return found
+
+    def last_tokens(self, rows: I32, counts: I32) -> Drafts:
+        """The last known tokens of these rows, so many of each."""
+        nth = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Drafts(
+            counts, self.tokens[np.repeat(rows, counts), np.repeat(self.num_known[rows] - counts, counts) + nth]
+        )
 
     def sampled(self, arrays: StepArrays, token_ids: I32) -> None:
         """The tokens of the rows that sampled are known now (a device that computes in step)."""

@@ -1,15 +1,19 @@
 """The fake device says what the KV contents say, and notices a wrong block table."""
 
+import json
 import re
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
+from llguidance import LLMatcher
 from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
@@ -23,8 +27,8 @@ VOCAB = 1000
 SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
 
 
-def engine(drafts: int = 0) -> FakeEngine:
-    resolved = resolved_of(SPEC, device="fake")
+def engine(drafts: int = 0, **changes: Any) -> FakeEngine:
+    resolved = resolved_of(SPEC, device="fake", **changes)
     worker = WorkerConfig(fake_drafts=drafts)
     config = MeshConfig(cache=CacheConfig(block_size=8), worker=worker, resolved=resolved)
     return FakeEngine(config, lambda *news: None)
@@ -175,33 +179,65 @@ def test_a_wrong_table_is_a_wrong_vector() -> None:
         assert (found == expected_vector(tokens, PoolKind.LAST)) is right
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_rows_with_a_grammar(drafts: int) -> None:
-    """They are constrained here too; the others say what their KV contents say."""
-    fake = engine(drafts)
+def compiled(text: str, **more: Any) -> Grammar:
+    return Grammar(GrammarKind.COMPILED, text, "field", **more)
+
+
+DIGITS = of_regex("[0-9]{4}").text
+LIST = json.dumps(
+    {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 3, "x-guidance": {"whitespace_flexible": False}}
+)
+FORMS: list[tuple[Grammar, dict[str, Any], str]] = [
+    (of_regex("[a-d]{3}[0-9]{3}"), {}, "[a-d]{3}[0-9]{3}"),
+    (compiled(LLMatcher.grammar_from_json_schema(LIST)), {}, r"\[(\"x\"|1|null)(,(\"x\"|1|null)){2,}\]"),
+    (compiled(LLMatcher.grammar_from_lark('start: "yes" | "no, thanks" | "yes, please"')), {}, "yes|no, thanks|yes, please"),
+    (compiled(DIGITS, begins_after="a0"), {"allowed_token_ids": (*b"a01",)}, "[a01]*?a0[01]{4}"),
+    (compiled(DIGITS, begins_after="</t>", thinking=ThinkingBudget(3, "</t>")), {}, "</t>[0-9]{4}"),
+    (compiled("", thinking=ThinkingBudget(2, "</t>")), {"allowed_token_ids": (*b"ab",)}, "[ab]{2}</t>[ab]*"),
+]  # fmt: skip
+
+
+def written(drafts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The outputs of rows that keep to FORMS, beside one that keeps to none, and how many tokens each got in each step."""
+    fake, num_rows, length = engine(drafts, max_num_seqs=8, max_num_batched_tokens=256), 1 + len(FORMS), 48
     fake.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
-    form = "[a-d]{3}[0-9]{3}"
-    params, grammar = SamplingParams(eos_token_ids=(EOS,)), of_regex(form)
+    prompts = [list(range(20 + row, 29 + row)) for row in range(num_rows)]
+    rows = [new(row, prompt, [*range(1 + 8 * row, 9 + 8 * row)]) for row, prompt in enumerate(prompts)]
+    for nth, (grammar, params, _) in enumerate(FORMS, 1):
+        sampling = SamplingParams(eos_token_ids=(EOS,), **params)
+        rows[nth] = msgspec.structs.replace(rows[nth], sampling=sampling, extras=(grammar,))
+    found, given = (
+        [[token] for token in run(fake, plan([*range(num_rows)], [0] * num_rows, [9] * num_rows, rows))],
+        [[1]] * num_rows,
+    )
+    for step in range(2, 200):
+        left = [max(0, min(drafts, length - len(each) - 1)) for each in found]
+        going = [row for row in range(num_rows) if len(found[row]) < length]
+        if not going:
+            break
+        starts, most = [8 + len(found[row]) for row in going], [left[row] for row in going]
+        result = fake.step(
+            drafting(going, starts, most, step, []) if drafts else plan(going, starts, [1] * len(going), []), 0
+        ).wait()
+        assert not result.failed
+        tokens, counts = ints(result.token_ids), ints(result.counts) or [1] * len(going)
+        for row, count in zip(going, counts, strict=True):
+            found[row], tokens, given[row] = found[row] + tokens[:count], tokens[count:], [*given[row], count]
+    return found, given
+
+
+def test_rows_with_a_grammar_get_the_same_text_with_drafts() -> None:
+    """They are constrained here too; the others say what their KV contents say. Drafts go through the end of reasoning, of a budget and
+    of the text."""
+    plain, _ = written(0)
+    found, given = written(3)
+    assert found == plain
     prompt = list(range(20, 29))
-    plain, constrained = new(0, prompt, [*range(1, 9)]), new(1, prompt, [*range(9, 17)])
-    constrained = msgspec.structs.replace(constrained, sampling=params, extras=(grammar,))
-    first = fake.step(plan([0, 1], [0, 0], [9, 9], [plain, constrained]), 0).wait()
-    given = ints(first.counts) or [1, 1]
-    found = ints(first.token_ids)
-    one, two = found[: given[0]], found[given[0] :]
-    while len(two) < 7:
-        assert one == [expected_token([*prompt, *one[:nth]], VOCAB) for nth in range(len(one))]
-        starts = [len(prompt) + len(one) - 1, len(prompt) + len(two) - 1]
-        ask = plan([0, 1], starts, [1, 1], [])
-        if drafts:
-            ask = msgspec.structs.replace(ask, num_drafts=pack_i32([drafts, 0]), num_tokens=2 + drafts)
-        result = fake.step(ask, 0).wait()
-        given = ints(result.counts) or [1, 1]
-        assert given[1] == 1
-        found = ints(result.token_ids)
-        one, two = one + found[: given[0]], two + found[given[0] :]
-    assert re.fullmatch(form, bytes(two[:6]).decode())
-    assert two[6:] == [EOS]
+    assert plain[0] == [expected_token([*prompt, *plain[0][:nth]], VOCAB) for nth in range(48)]
+    for output, counts, (_, _, form) in zip(found[1:], given[1:], FORMS, strict=True):
+        text = bytes(token for token in (output[: output.index(EOS)] if EOS in output else output) if token < 256)
+        assert re.fullmatch(form, text.decode())
+        assert {0, 1, 2, 4} <= set(counts)
 
 
 def test_a_row_with_a_grammar_to_which_nothing_is_left_fails_alone() -> None:
