@@ -14,22 +14,9 @@ from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol.counts import Counted
+from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
-from meshlm.protocol.edges.admit import (
-    AbortRequests,
-    Admit,
-    Assign,
-    EngineRequest,
-    GiveBack,
-    Load,
-    RankLost,
-    Readmit,
-    Refused,
-    Returned,
-    Routed,
-    SchedulerIncarnation,
-    Welcome,
-)
+from meshlm.protocol.edges.admit import Admit, EngineRequest, Load, Refused
 from meshlm.protocol.lockstep import JointReport
 from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Sleep, Stop, WakeUp
 from meshlm.protocol.sleeping import AWAKE, Sleeping
@@ -107,7 +94,7 @@ class Coordinator:
         match event.message:
             case Admit() as admit:
                 return self._admit(event.sender, event.incarnation, admit, now)
-            case AbortRequests() as abort:
+            case edge.AbortRequests() as abort:
                 return self._abort(abort.request_ids)
             case Load() as load:
                 return self._load(event.sender, event.incarnation, load, now)
@@ -169,7 +156,7 @@ class Coordinator:
 
     def _welcome(self, identity: Identity) -> list[Send]:
         welcomed = self.sleep_mode and identity.role is Role.SCHEDULER
-        return [Send(identity, Welcome(self.sleeping.get(identity, AWAKE)))] if welcomed else []
+        return [Send(identity, edge.Welcome(self.sleeping.get(identity, AWAKE)))] if welcomed else []
 
     def _announce(self) -> list[Send]:
         self.epoch += 1
@@ -193,7 +180,7 @@ class Coordinator:
             for request_id in requests:
                 del self.owner[request_id]
             self.moving.begin(requests, now)
-            rank_lost = RankLost(SchedulerIncarnation(lost.identity, lost.incarnation))
+            rank_lost = edge.RankLost(edge.SchedulerIncarnation(lost.identity, lost.incarnation))
             told += [Send(identity, rank_lost) for identity in self.members if identity.role is Role.DETOKENIZER]
         elif lost.identity.role is Role.DETOKENIZER:
             for request_id in [name for name, held in self.held.items() if held.sender == lost.identity]:
@@ -210,7 +197,7 @@ class Coordinator:
         for rank in self.ranks.values():
             retiring = rank.number >= num_ranks
             if retiring and not rank.retiring:
-                effects.append(Send(rank.identity, GiveBack((), everything=True)))
+                effects.append(Send(rank.identity, edge.GiveBack((), everything=True)))
             self.router.retire(rank, retiring)
         return effects + self._drained() + self._release()
 
@@ -267,11 +254,11 @@ class Coordinator:
         self.router.dispatch(choice, work, incarnation, pinned=admit.dp_rank != -1 and not admit.again)
         return [
             *effects,
-            Send(rank.identity, Assign(work, sender, incarnation)),
-            Send(sender, Routed(work.handle, rank.identity, rank.incarnation)),
+            Send(rank.identity, edge.Assign(work, sender, incarnation)),
+            Send(sender, edge.Routed(work.handle, rank.identity, rank.incarnation)),
         ]
 
-    def too_long(self, assign: Assign, text: str) -> Refused:
+    def too_long(self, assign: edge.Assign, text: str) -> Refused:
         """The refusal of a request that no frame holds, so that no rank has it; its detokenizer gets it."""
         request_id = assign.work.request_id
         if (rank := self.owner.pop(request_id, None)) is not None:
@@ -288,7 +275,7 @@ class Coordinator:
         else:
             # Routed by an earlier incarnation of this process, maybe: every rank is told.
             others = self.ranks if work.attempt and not nowhere else ()
-        abort = AbortRequests((work.request_id,))
+        abort = edge.AbortRequests((work.request_id,))
         return [Send(other, abort) for other in others if other != rank.identity]
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Send]:
@@ -300,7 +287,7 @@ class Coordinator:
             # Unknown after a restart of this process: every rank is asked, the one that has it acts.
             for identity in (owner,) if owner is not None else tuple(self.ranks):
                 by_rank.setdefault(identity, []).append(request_id)
-        return [Send(identity, AbortRequests(tuple(ids))) for identity, ids in by_rank.items()]
+        return [Send(identity, edge.AbortRequests(tuple(ids))) for identity, ids in by_rank.items()]
 
     def _load(self, sender: Identity, incarnation: Incarnation, load: Load, now: float) -> list[Send]:
         rank = self.ranks.get(sender)
@@ -325,7 +312,7 @@ class Coordinator:
         self.moving.loaded(rank, could, now)
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
-            effects += [Send(sender, GiveBack((), everything=True))] if first or lost else self._drained()
+            effects += [Send(sender, edge.GiveBack((), everything=True))] if first or lost else self._drained()
         effects += self.frontends.serving_change() if rank.serving is not self.frontends.serving else []
         return effects + self.frontends.answered(sender, load.answers)
 
@@ -336,9 +323,9 @@ class Coordinator:
         late = [rank for rank in self.ranks.values() if rank.load is not None and not rank.load.paused]
         return [Send(one.identity, Operation(OperationId(f"pause-{one.incarnation}"), Pause())) for one in late]
 
-    def _returned(self, rank: Rank, returned: Iterable[Returned], now: float) -> list[Send]:
+    def _returned(self, rank: Rank, returned: Iterable[edge.Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
-        found: dict[Identity, list[Returned]] = {}
+        found: dict[Identity, list[edge.Returned]] = {}
         for one in returned:
             entry = rank.requests.get(one.request_id)
             if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
@@ -383,7 +370,7 @@ class Coordinator:
             assert self._choose(held.admit) is None, "held although a rank serves"
 
 
-def _readmit(returned: list[Returned]) -> Readmit:
+def _readmit(returned: list[edge.Returned]) -> edge.Readmit:
     """The message that has their detokenizer admit these requests again."""
     num_crashes = tuple(one.num_crashes for one in returned)
-    return Readmit(tuple(one.handle for one in returned), num_crashes if any(num_crashes) else ())
+    return edge.Readmit(tuple(one.handle for one in returned), num_crashes if any(num_crashes) else ())

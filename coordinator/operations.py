@@ -8,24 +8,13 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from meshlm.protocol.operations import (
-    Operation,
-    OperationDone,
-    OperationId,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    Stop,
-    WakeUp,
-    combine,
-    limit_s,
-)
+from meshlm.protocol import operations as edge
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Stop, combine, limit_s
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime.process.events import Send
 
 HOLD_S = 20.0  # a scheduler is back in a few; less than the asker's own patience (runtime/mesh/operations.py)
-REPEATABLE = Pause | Resume | ResetPrefixCache | Sleep | WakeUp
+REPEATABLE = edge.Pause | edge.Resume | edge.ResetPrefixCache | edge.Sleep | edge.WakeUp
 
 
 class _Held(Struct, frozen=True):

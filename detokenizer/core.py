@@ -20,20 +20,9 @@ from meshlm.detokenizer.journal import Journal
 from meshlm.detokenizer.request_state import NOBODY, RequestState
 from meshlm.detokenizer.states import IN_ATTEMPT
 from meshlm.protocol.counts import DETOKENIZER
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
-from meshlm.protocol.edges.text import (
-    Abort,
-    Accepted,
-    Attach,
-    Delivered,
-    Detach,
-    DetokenizeReply,
-    PositionLogprobs,
-    Rejected,
-    Submit,
-    TextDeltas,
-    TokenizeReply,
-)
+from meshlm.protocol.edges.text import PositionLogprobs, Rejected, Submit
 from meshlm.protocol.edges.token import AttachTokens, Ended, TokenDeltas
 from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.columns import ints, unpack_i32
@@ -92,15 +81,15 @@ class Detokenizer:
         match event.message:
             case Submit() as submit:
                 return self._submit(submit, event.sender, event.incarnation)
-            case Delivered() as told:
+            case edge.Delivered() as told:
                 self._delivered.setdefault((event.sender, told.request_id), []).extend(told.logprobs)
-            case Abort() as abort:
+            case edge.Abort() as abort:
                 return self._abort(abort.request_ids)
-            case Detach() as detach:
+            case edge.Detach() as detach:
                 for request_id in detach.request_ids:  # its client may have left between Delivered and Submit
                     self._delivered.pop((event.sender, request_id), None)
                 return self._abort(self.journal.detach(detach, event.sender, event.incarnation))
-            case Attach() as attach:
+            case edge.Attach() as attach:
                 return self.journal.attach(attach, event.sender, event.incarnation)
             case Routed() as routed:
                 return self.attempts.routed(routed)
@@ -321,13 +310,13 @@ class Detokenizer:
         match message:
             case Admit(work=work):
                 return self._refused(Refused(work.handle, ErrorKind.INTERNAL, text))
-            case TokenizeReply(handle=handle):
-                return [Send(to, TokenizeReply(handle, error=text, param="prompt"))]
-            case DetokenizeReply(handle=handle):
-                return [Send(to, DetokenizeReply(handle, error=text, param="tokens"))]
-            case Accepted(handles=handles):
+            case edge.TokenizeReply(handle=handle):
+                return [Send(to, edge.TokenizeReply(handle, error=text, param="prompt"))]
+            case edge.DetokenizeReply(handle=handle):
+                return [Send(to, edge.DetokenizeReply(handle, error=text, param="tokens"))]
+            case edge.Accepted(handles=handles):
                 return self._end_at(to, handles, text)
-            case TextDeltas():
+            case edge.TextDeltas():
                 return self._end_at(to, [Handle(handle) for handle in unpack_i32(message.handles)], text)
         return []
 

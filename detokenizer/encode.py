@@ -12,16 +12,8 @@ from meshlm.detokenizer.extras import Encoding
 from meshlm.detokenizer.infill import infilled
 from meshlm.detokenizer.mixed import Mixer
 from meshlm.detokenizer.templates import ChatTemplate
-from meshlm.protocol.edges.text import (
-    ChatPrompt,
-    JoinedPrompt,
-    MediaPrompt,
-    PairPrompt,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    media_of,
-)
+from meshlm.protocol.edges import text as edge
+from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
@@ -65,7 +57,7 @@ class Encoder:
                 return self.encode(prompt.prompt)
             case PairPrompt():
                 return self._pair(prompt, None)[0]
-            case JoinedPrompt(parts=parts):
+            case edge.JoinedPrompt(parts=parts):
                 joined = array("i")
                 for part in parts:
                     joined += self.encode(part)
@@ -77,7 +69,7 @@ class Encoder:
             ids, embeds = self.encode_mixed(prompt)
             return Encoding(ids, self.text_of, media=(embeds,), tokens_with=self.tokens_with)
         ids, second_from = self.encode_whole(prompt, truncation)
-        return Encoding(ids, self.text_of, second_from, media_of(prompt), self.tokens_with)
+        return Encoding(ids, self.text_of, second_from, edge.media_of(prompt), self.tokens_with)
 
     def encode_whole(self, prompt: Prompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         """The prompt's ids, and Pool.second_from. Truncation keeps the tokens around a text."""

@@ -9,14 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from meshlm.detokenizer.json_schemas import (
-    close_objects,
-    count_in_integers,
-    has_end,
-    leave_out,
-    leave_out_idle,
-    leave_out_patterns,
-)
+from meshlm.detokenizer import json_schemas
 from meshlm.detokenizer.structural_tags import GrammarError, StructuralTag, to_lark
 from meshlm.protocol.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from meshlm.runtime.grammars import limits
@@ -78,8 +71,8 @@ class Grammars:
         """GrammarError where nothing fits it but texts that the model cannot write."""
         made = _schema(grammar, schema)
         if not grammar.strict and '"pattern"' in grammar.text and _refused(made):
-            leave_out_patterns(made, lambda pattern: not _refused({"type": "string", "pattern": pattern}))
-        if (left_out := leave_out(made, self._can_write)) and _refused(made).startswith("Unsatisfiable"):
+            json_schemas.leave_out_patterns(made, lambda pattern: not _refused({"type": "string", "pattern": pattern}))
+        if (left_out := json_schemas.leave_out(made, self._can_write)) and _refused(made).startswith("Unsatisfiable"):
             raise _unwritable(left_out)
         return made
 
@@ -102,12 +95,12 @@ def _schema(grammar: Grammar, schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object, or true")
-    if not has_end(schema):
+    if not json_schemas.has_end(schema):
         raise GrammarError("the schema requires itself without end: no finite JSON fits it")
-    count_in_integers(schema)
-    leave_out_idle(schema)
+    json_schemas.count_in_integers(schema)
+    json_schemas.leave_out_idle(schema)
     if not grammar.additional_properties:
-        close_objects(schema)
+        json_schemas.close_objects(schema)
     options: dict[str, Any] = {"lenient": not grammar.strict, "coerce_one_of": not grammar.strict}
     if grammar.whitespace_pattern:
         options["whitespace_pattern"] = grammar.whitespace_pattern

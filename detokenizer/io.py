@@ -22,17 +22,9 @@ from meshlm.detokenizer.grammar_threads import GrammarSandbox, GrammarThreads, n
 from meshlm.detokenizer.questions import QuestionThread
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.admit import Admit, Refused
-from meshlm.protocol.edges.text import (
-    Cancel,
-    Detokenize,
-    MediaPrompt,
-    Submit,
-    TextDeltas,
-    Tokenize,
-    TokenPrompt,
-    num_bytes_of,
-)
+from meshlm.protocol.edges.text import MediaPrompt, Submit, TextDeltas, TokenPrompt, num_bytes_of
 from meshlm.protocol.edges.token import HANDLED, TokenDeltas
 from meshlm.protocol.extras import find_extra, num_bytes
 from meshlm.protocol.grammar import Grammar
@@ -310,10 +302,10 @@ class DetokenizerApp(App):
 
     def on_message(self, peer: Identity, message: Struct) -> None:
         match message:
-            case Tokenize() | Detokenize():
+            case edge.Tokenize() | edge.Detokenize():
                 self._questions.ask(peer, message)
                 return
-            case Cancel():
+            case edge.Cancel():
                 self._questions.cancel(peer, message.handle)
                 return
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)

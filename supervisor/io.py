@@ -22,7 +22,7 @@ from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.mesh.operations import AskedOperations
 from meshlm.supervisor import control, requests_of_frontends
 from meshlm.supervisor.cli.display import StartDisplay
-from meshlm.supervisor.errors import ContextDoesNotFit, StartError
+from meshlm.supervisor.errors import ContextDoesNotFit, StartError, raised_as
 from meshlm.supervisor.group import clock, events, rolling
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.nodes import network
@@ -60,10 +60,10 @@ class Supervisor:
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
-        if config.node is not None:
-            self._network = network.Guest(config, self) if config.node.head else network.Head(config, self)
-        self._ranks = Ranks(self, self._rolling, self._do, self._clock)
         is_guest = config.node is not None and bool(config.node.head)
+        if config.node is not None:
+            self._network = network.Guest(config, self) if is_guest else network.Head(config, self)
+        self._ranks = Ranks(self, self._rolling, self._do, self._clock)
         self.recordings = Recordings(self._run_dir, self.linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
         self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
@@ -76,11 +76,9 @@ class Supervisor:
         self._mesh = Mesh(me, incarnation, self.config, self)
         self._mesh.on_refused = self._refused
         self._asked = AskedOperations(self._mesh.send)
-        try:
+        with raised_as(StartError, ProcessFatal, OSError):
             await self._mesh.open()
             await self._status.open(self._run_dir)
-        except (ProcessFatal, OSError) as error:
-            raise StartError(str(error)) from None
         if self._network is not None:
             self._network.begin()
         else:
@@ -161,9 +159,8 @@ class Supervisor:
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         """A child's link is open. It may have met processes that died before it could be told."""
-        if peer.role is Role.SUPERVISOR:
-            if self._network is not None:
-                self._network.on_up(peer)
+        if peer.role is Role.SUPERVISOR and self._network is not None:
+            self._network.on_up(peer)
             return
         for died in self._deaths.for_newcomers():
             self.send(peer, died)
@@ -272,8 +269,7 @@ class Supervisor:
         self.operations.say(text)
 
     def _refuse(self, on: bool) -> None:
-        assert self._mesh is not None
-        for peer in self._mesh.peers(Role.FRONTEND):
+        for peer in self.linked(Role.FRONTEND):
             self.send(peer, edge.Refuse(on))
 
     def _ask_to_stop(self, identity: Identity, handover: bool = False) -> None:
@@ -314,11 +310,9 @@ class Supervisor:
 
     def tell_died(self, died: edge.Died) -> None:
         """Tell all children of a death, here or on another node; those that come later, too."""
-        assert self._mesh is not None
-        if not self._deaths.learn(died):
-            return
-        for peer in (one for role in Role if role is not Role.SUPERVISOR for one in self._mesh.peers(role)):
-            self.send(peer, died)
+        if self._deaths.learn(died):
+            for peer in (one for role in Role if role is not Role.SUPERVISOR for one in self.linked(role)):
+                self.send(peer, died)
 
     def deaths(self) -> Iterable[edge.Died]:
         return self._deaths.last()

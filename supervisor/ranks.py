@@ -39,9 +39,7 @@ class Ranks:
         self.scaling = Scaling(identities)
         self._host, self._restarts, self._do, self._clock = host, restarts, do, clock
         self._group = restarts.group
-        self._waiting: list[
-            tuple[Identity, str]
-        ] = []  # frontends that hear of the change's end, and their questions' ids
+        self._waiting: list[tuple[Identity, str]] = []  # frontends that hear of the change's end, and their questions
 
     def asked(self, peer: Identity, message: Struct) -> bool:
         """A frontend's operator wants another number, or to know it. False: the message is no such question."""

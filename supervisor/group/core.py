@@ -21,31 +21,8 @@ from enum import Enum
 
 from meshlm.protocol.edges.control import STEPPING
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
-from meshlm.supervisor.group.events import (
-    Add,
-    AllReady,
-    AllStopped,
-    AskToStop,
-    Beaten,
-    BecameReady,
-    Changed,
-    Drained,
-    Effect,
-    EndSteps,
-    Event,
-    Exited,
-    GiveUp,
-    Kill,
-    Replace,
-    Retire,
-    SaidFailed,
-    Spawn,
-    Start,
-    StepsEnded,
-    Stop,
-    TellDied,
-    Tick,
-)
+from meshlm.supervisor.group import events
+from meshlm.supervisor.group.events import Effect, Event
 
 WINDOW_S = 60.0
 FIRST_BACKOFF_S = 0.1
@@ -84,9 +61,7 @@ class Process:
     deaths: list[float] = field(default_factory=list)
     last_words: str = ""
     fits: int = 0  # tokens of context that it would have room for, if that is why it fails
-    early_words: list[str] = field(
-        default_factory=list
-    )  # the same of each incarnation since one was ready, or said otherwise
+    early_words: list[str] = field(default_factory=list)  # the same, since one was ready or said otherwise
     has_been_ready: bool = False  # it was ready, in this incarnation or an earlier one
     on_trial: bool = False  # added, and not all that were added are ready yet
     leaves_at: float | None = None  # it leaves the mesh, at the latest then
@@ -125,40 +100,40 @@ class Group:
         if self.gave_up:
             return []
         match event:
-            case Start():
+            case events.Start():
                 self._started_at = self._ticked_at = now
                 return [self.spawn(process, now) for process in self.processes.values()]
-            case Add():
+            case events.Add():
                 return self._add(event.identities, now)
-            case Retire():
+            case events.Retire():
                 return self._retire(event)
-            case Drained():
+            case events.Drained():
                 return [effect for identity in event.identities for effect in self._let_go(identity)]
-            case Stop():
+            case events.Stop():
                 return self._stop()
-            case StepsEnded():
+            case events.StepsEnded():
                 self._steps_go_on = False
                 alive = any(process.state is not State.STOPPED for process in self.processes.values())
                 return self._ask_next() if self.stopping and alive else []
-            case Tick():
+            case events.Tick():
                 return self._tick(now)
         process = self.processes.get(event.identity)
         if process is None or process.incarnation != event.incarnation:
             return []  # of an incarnation that is over
         match event:
-            case Exited():
+            case events.Exited():
                 return self._exited(process, event, now)
-            case BecameReady():
+            case events.BecameReady():
                 return self._ready(process, now)
-            case Beaten():
+            case events.Beaten():
                 if (process.step, process.phase) != (event.step, event.phase):
                     process.moved_at = now
                 process.beaten_at, process.step, process.phase = now, event.step, event.phase
-            case SaidFailed():
+            case events.SaidFailed():
                 process.last_words, process.fits = event.message, event.fits
         return []
 
-    def spawn(self, process: Process, now: float) -> Spawn:
+    def spawn(self, process: Process, now: float) -> events.Spawn:
         """Starts a process with a new incarnation."""
         self._last_incarnation = max(self._last_incarnation + 1, int(now * 1e9))
         process.incarnation = Incarnation(self._last_incarnation)
@@ -166,7 +141,7 @@ class Group:
         process.started_at = process.beaten_at = process.moved_at = now
         process.ready_at, process.step, process.phase = 0.0, 0, ""
         process.last_words, process.fits = "", 0
-        return Spawn(process.identity, process.incarnation)
+        return events.Spawn(process.identity, process.incarnation)
 
     def _ready(self, process: Process, now: float) -> list[Effect]:
         if process.state is not State.STARTING:
@@ -177,11 +152,11 @@ class Group:
         process.early_words.clear()
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
             self.was_ready = True
-            return [AllReady()]
+            return [events.AllReady()]
         if process.on_trial and all(p.state is State.READY for p in self.processes.values() if p.on_trial):
             for added in self.processes.values():
                 added.on_trial = False
-            return [Changed()]
+            return [events.Changed()]
         return []
 
     # --- processes that come and go ---
@@ -192,13 +167,11 @@ class Group:
         return any(process.on_trial or process.leaves_at is not None for process in self.processes.values())
 
     def _add(self, identities: Iterable[Identity], now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        for identity in identities:
-            self.processes[identity] = process = Process(identity, on_trial=True)
-            effects.append(self.spawn(process, now))
-        return effects
+        added = [Process(identity, on_trial=True) for identity in identities]
+        self.processes |= {process.identity: process for process in added}
+        return [self.spawn(process, now) for process in added]
 
-    def _retire(self, event: Retire) -> list[Effect]:
+    def _retire(self, event: events.Retire) -> list[Effect]:
         effects: list[Effect] = []
         for identity in event.identities:
             process = self.processes[identity]
@@ -212,7 +185,7 @@ class Group:
         if process is None or process.leaves_at is None or process.state is State.STOPPING:
             return []
         process.state = State.STOPPING
-        return [AskToStop(identity)]
+        return [events.AskToStop(identity)]
 
     def _gone(self, process: Process) -> list[Effect]:
         """It has left."""
@@ -220,7 +193,7 @@ class Group:
         if self.changing:
             return []
         failure, self._failure = self._failure, ""
-        return [Changed(failure)]
+        return [events.Changed(failure)]
 
     def _withdraw(self, words: str, now: float) -> list[Effect]:
         """Take away all that are on trial."""
@@ -230,14 +203,14 @@ class Group:
             process.on_trial, process.leaves_at = False, now
             if process.state in (State.STARTING, State.READY):
                 process.state = State.STOPPING
-                effects.append(Kill(process.identity))
+                effects.append(events.Kill(process.identity))
             elif process.state is State.BACKOFF:
                 effects += self._gone(process)
         return effects
 
     # --- deaths ---
 
-    def _exited(self, process: Process, event: Exited, now: float) -> list[Effect]:
+    def _exited(self, process: Process, event: events.Exited, now: float) -> list[Effect]:
         if self.stopping and (process.leaves_at is not None or not self._is_needed(process)):
             return self._stopped(process)
         words = process.last_words or event.reason
@@ -245,10 +218,9 @@ class Group:
         words = words or f"{process.identity} ended without a word ({exit_text(event.code)})"
         if not self.was_ready and not (self._serves and (was_killed or process.has_been_ready)):
             return self._stopped(process) if self.stopping else self._give_up(words, process.fits)
-        died = TellDied(process.identity, process.incarnation)
-        if process.on_trial and not (
-            (was_killed or process.has_been_ready) and not self._too_often(process, words, now)
-        ):
+        died = events.TellDied(process.identity, process.incarnation)
+        by_itself = not was_killed and not process.has_been_ready
+        if process.on_trial and (by_itself or self._too_often(process, words, now)):
             process.state = State.STOPPED
             return [died, *self._withdraw(words, now), *self._gone(process)]
         if process.leaves_at is not None:
@@ -295,14 +267,13 @@ class Group:
                 effects.append(self.spawn(process, now))
             elif reason := self._stuck(process, now):
                 process.beaten_at = process.moved_at = now
-                effects.append(Replace(process.identity, reason))
+                effects.append(events.Replace(process.identity, reason))
         return effects
 
     def _overdue(self, now: float) -> list[Identity]:
         """The processes that a start or a change waits for, where one has taken too long. A new incarnation has its own time."""
-        awaited = [
-            p for p in self.processes.values() if (p.on_trial or not self.was_ready) and p.state is not State.READY
-        ]
+        wanted = (p for p in self.processes.values() if p.on_trial or not self.was_ready)
+        awaited = [p for p in wanted if p.state is not State.READY]
         late = any(p.state is State.STARTING and now - p.started_at > self.start_deadline_s for p in awaited)
         return [process.identity for process in awaited] if late else []
 
@@ -345,12 +316,12 @@ class Group:
         living = [p for p in self.processes.values() if p.state is not State.STOPPED]
         if living and not self._frontends() and self._steps_go_on and self.was_ready:
             asks, self._asked_steps = not self._asked_steps, True
-            return [EndSteps()] if asks else []
+            return [events.EndSteps()] if asks else []
         for process in self._frontends() or living:
             if process.state is not State.STOPPING:
                 process.state = State.STOPPING
-                asked.append(AskToStop(process.identity))
-        return asked if living else [AllStopped()]
+                asked.append(events.AskToStop(process.identity))
+        return asked if living else [events.AllStopped()]
 
     def _frontends(self) -> list[Process]:
         """The frontends that have not ended."""
@@ -367,7 +338,7 @@ class Group:
 
     def _give_up(self, message: str, fits: int = 0) -> list[Effect]:
         self.gave_up = True
-        return [GiveUp(message, fits)]
+        return [events.GiveUp(message, fits)]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -378,9 +349,7 @@ class Group:
             assert often <= self.max_restarts + 1, f"{process.identity} died too often to be alive"
             assert not (self.stopping and process.state is State.BACKOFF and not self._is_needed(process))
             assert not (process.on_trial and process.leaves_at is not None), "it comes and goes"
-            assert not (process.leaves_at is not None and process.state is State.BACKOFF), (
-                "one that leaves is not started"
-            )
+            assert process.leaves_at is None or process.state is not State.BACKOFF, "one that leaves is not started"
 
 
 def exit_text(code: int) -> str:

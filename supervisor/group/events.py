@@ -5,33 +5,31 @@ from msgspec import Struct
 from meshlm.protocol.wire.ids import Identity, Incarnation
 
 
-class Exited(Struct, frozen=True, tag="exited"):
-    """The operating system says that this incarnation is over. `code` < 0: killed by that signal."""
-
+class _OfIncarnation(Struct, frozen=True):
     identity: Identity
     incarnation: Incarnation
+
+
+class Exited(_OfIncarnation, frozen=True, tag="exited"):
+    """The operating system says that this incarnation is over. `code` < 0: killed by that signal."""
+
     code: int
     reason: str = ""  # why it could not be started at all
     has_requests: bool = False  # it had some, one of which may have done it
 
 
-class BecameReady(Struct, frozen=True, tag="ready"):
-    identity: Identity
-    incarnation: Incarnation
+class BecameReady(_OfIncarnation, frozen=True, tag="ready"):
+    """It said that it can serve."""
 
 
-class Beaten(Struct, frozen=True, tag="beat"):
-    identity: Identity
-    incarnation: Incarnation
+class Beaten(_OfIncarnation, frozen=True, tag="beat"):
     step: int
     phase: str
 
 
-class SaidFailed(Struct, frozen=True, tag="failed"):
+class SaidFailed(_OfIncarnation, frozen=True, tag="failed"):
     """The process's last words. fits: see `Failed`."""
 
-    identity: Identity
-    incarnation: Incarnation
     message: str
     fits: int = 0
 
@@ -74,16 +72,12 @@ class StepsEnded(Struct, frozen=True, tag="steps_ended"):
 Event = Exited | BecameReady | Beaten | SaidFailed | Start | Add | Retire | Drained | Stop | StepsEnded | Tick
 
 
-class Spawn(Struct, frozen=True, tag="spawn"):
-    identity: Identity
-    incarnation: Incarnation
+class Spawn(_OfIncarnation, frozen=True, tag="spawn"):
+    """Start this process."""
 
 
-class TellDied(Struct, frozen=True, tag="tell_died"):
+class TellDied(_OfIncarnation, frozen=True, tag="tell_died"):
     """Tell every other process."""
-
-    identity: Identity
-    incarnation: Incarnation
 
 
 class AskToStop(Struct, frozen=True, tag="ask_to_stop"):

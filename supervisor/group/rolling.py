@@ -234,10 +234,8 @@ class Rolling:
         if identity.role is not Role.FRONTEND:
             whose = "its successor" if len(step.members) == 1 else "their successors"
             return [Say(f"{step}: loading {whose}"), *(Prepare(member) for member in step.members)]
-        others = [
-            p for p in self.group.processes.values() if p.identity.role is Role.FRONTEND and p.identity != identity
-        ]
-        if any(other.state is State.READY for other in others):
+        ready = (p.identity for p in self.group.processes.values() if p.state is State.READY)
+        if any(one.role is Role.FRONTEND and one != identity for one in ready):
             return self._let_leave(step, now)
         step.spare = Identity(Role.FRONTEND, SPARE_INDEX + identity.index)
         self.group.processes[step.spare] = spare = Process(step.spare)
@@ -271,9 +269,8 @@ class Rolling:
         spares = [identity for identity in self.group.processes if identity.index >= SPARE_INDEX]
         step = self._step
         if not self.group.stopping and not self.group.gave_up:
-            leaving = [
-                p.identity for p in self.group.processes.values() if p.state is State.STOPPING and p.leaves_at is None
-            ]
+            stopping = (p for p in self.group.processes.values() if p.state is State.STOPPING)
+            leaving = [process.identity for process in stopping if process.leaves_at is None]
             allowed: list[Identity | None] = [] if step is None else [*step.members, step.spare]
             assert all(identity in allowed for identity in leaving), "it leaves, and nobody replaces it"
             assert all(identity in allowed for identity in spares), "a spare that nobody needs"
@@ -288,7 +285,6 @@ def chosen(what: str, processes: Iterable[Identity]) -> tuple[Identity, ...]:
     found = tuple(i for i in processes if i.role is wanted.role and ("/" not in what or i == wanted))
     if not found:
         there = ", ".join(str(identity) for identity in processes if identity.role is wanted.role)
-        raise ValueError(
-            f"there is no {what}; " + (f"there is {there}" if there else f"no {wanted.role.value} can be replaced")
-        )
+        instead = f"there is {there}" if there else f"no {wanted.role.value} can be replaced"
+        raise ValueError(f"there is no {what}; {instead}")
     return found

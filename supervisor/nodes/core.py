@@ -115,8 +115,7 @@ WEIGHTS = {".safetensors", ".gguf", ".bin", ".pt", ".pth"}
 
 def facts(config: MeshConfig) -> dict[str, str]:
     """The facts that are compared, by the names that users know."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     found = {"the version": __version__, "the model": f"{_model_digest(config, resolved)} ({resolved.served_names[0]})"}
     for setting in flags.settings():
         if setting.section in SECTIONS and not ((setting.meta and setting.meta.extra) or {}).get("per_node"):
@@ -140,14 +139,10 @@ def _model_digest(config: MeshConfig, resolved: Resolved) -> str:
     digest = hashlib.sha256(msgspec.json.encode(resolved.spec))
     if resolved.load_format == "dummy":
         digest.update(b"dummy %d" % (config.model.seed or 0))
-    else:
-        for sample in _samples(_weights(resolved)):
-            digest.update(joined(sample))
+        return digest.hexdigest()[:12]
+    for sample in _samples(folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)):
+        digest.update(joined(sample))
     return digest.hexdigest()[:12]
-
-
-def _weights(resolved: Resolved) -> AnyPath:
-    return folder_of(resolved.weights_url) if resolved.weights_url else Path(resolved.model_path)
 
 
 def _samples(path: AnyPath) -> Iterator[bytes]:

@@ -48,10 +48,8 @@ def wait_for_head(config: MeshConfig, until: float, display: StartDisplay) -> No
         try:
             sock.connect(tcp.join(*tcp.parse(node.head)))
             if not _taken(monitor, node.head, network.key_file, until, display):
-                limit_s = config.run.startup_timeout
-                raise StartError(
-                    f"--join {node.head}: the head could not be reached within {limit_s:.0f} s (--startup-timeout)"
-                )
+                limit = f"{config.run.startup_timeout:.0f} s (--startup-timeout)"
+                raise StartError(f"--join {node.head}: the head could not be reached within {limit}")
         finally:
             sock.disable_monitor()
             monitor.close(0)

@@ -123,13 +123,10 @@ class Head:
         for peer in self._nodes.joined:
             self._own.send(peer, edge.Shutdown(0.0))
 
-    def nodes(self) -> list[Identity]:
-        """Supervisors of the nodes that are there."""
-        return [peer for peer, node in self._nodes.joined.items() if not node.lost]
-
     def processes(self) -> dict[Identity, Identity]:
         """The processes of the nodes that are there, with their supervisors."""
-        return {one.identity: peer for peer in self.nodes() for one in self._nodes.joined[peer].processes}
+        there = ((peer, node) for peer, node in self._nodes.joined.items() if not node.lost)
+        return {one.identity: peer for peer, node in there for one in node.processes}
 
     def rows(self) -> list[ProcessStatus]:
         now = time.time()
@@ -239,9 +236,6 @@ class Guest:
 
     def ended(self) -> None:
         """The head sees that this node falls silent."""
-
-    def nodes(self) -> list[Identity]:
-        return []
 
     def processes(self) -> dict[Identity, Identity]:
         return {}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
@@ -51,9 +52,7 @@ def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[s
 def config_file(config: MeshConfig, role: Role) -> int:
     """A descriptor of a file in memory, which the caller closes. The keys of the API are the frontends' alone."""
     if role is not Role.FRONTEND:
-        config = msgspec.structs.replace(
-            config, server=msgspec.structs.replace(config.server, api_key=(), admin_api_key=())
-        )
+        config = replace(config, server=replace(config.server, api_key=(), admin_api_key=()))
     descriptor = os.memfd_create("mesh.json")
     with open(descriptor, "wb", closefd=False) as file:
         file.write(msgspec.json.encode(config))
@@ -257,10 +256,9 @@ def for_workers(device: str, environment: Mapping[str, str]) -> tuple[dict[str, 
         folder = _usual(variable, environment)
         reason = "there is no home directory" if folder is None else _unusable(folder)
         if reason:
+            name = USUAL[variable].replace("/", "-").strip(".")
             try:
-                other = rundir.private(rundir.base_dir(environment) / rundir.CACHE) / USUAL[variable].replace(
-                    "/", "-"
-                ).strip(".")
+                other = rundir.private(rundir.base_dir(environment) / rundir.CACHE) / name
             except (OSError, StartError) as error:
                 return {}, f"kernels cannot be kept: {reason}; {error}"
             changed[variable] = str(other)

@@ -54,12 +54,9 @@ class Incarnations:
 
     def spawn(self, identity: Identity, incarnation: Incarnation) -> None:
         """Give the place to its standby, where one is alive, else to a new process."""
-        standby = self._standbys.pop(identity, None) or self._take_warm(identity.role)
-        if standby is not None and standby.take_turn(self._loop, identity, incarnation, self._config_of(identity)):
-            self._children[identity] = standby
-            self._had.add(identity)
-            return
-        child = self._started(identity, incarnation, lambda why: self._not_started(identity, incarnation, why))
+        child = self._standbys.pop(identity, None) or self._take_warm(identity.role)
+        if child is None or not child.take_turn(self._loop, identity, incarnation, self._config_of(identity)):
+            child = self._started(identity, incarnation, lambda why: self._not_started(identity, incarnation, why))
         if child is not None:
             self._children[identity] = child
             self._had.add(identity)
@@ -123,12 +120,14 @@ class Incarnations:
 
     def prepare(self, identity: Identity) -> None:
         """Load a standby."""
-        child = self._started(
-            identity, Incarnation(0), lambda why: self._tell(rolling.Prepared(identity, why)), standby=True
-        )
+
+        def tell(why: str = "") -> None:
+            self._tell(rolling.Prepared(identity, why))
+
+        child = self._started(identity, Incarnation(0), tell, standby=True)
         if child is not None:
             self._standbys[identity] = child
-            child.when_loaded(self._loop, lambda child: self._tell(rolling.Prepared(child.identity)))
+            child.when_loaded(self._loop, lambda _: tell())
 
     def end_stuck(self, identity: Identity) -> bool:
         """faulthandler writes its stacks, then it is killed. Was it stopped? Then it is killed as it is: woken, it would work on, and
@@ -193,9 +192,8 @@ class Incarnations:
         box = black_box.path_of(Path(self._config().run.run_dir), child.identity)
         self.left[child.identity] = left = in_hand.left_by(box, child.incarnation)
         # Its last words may still be in the inbox: let the loop read them first.
-        exited = events.Exited(
-            child.identity, child.incarnation, code, has_requests=bool(left.num_requests or left.in_hand)
-        )
+        has_requests = bool(left.num_requests or left.in_hand)
+        exited = events.Exited(child.identity, child.incarnation, code, has_requests=has_requests)
         self._loop.call_soon(self._tell, exited)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.process.black_box import BEFORE, SUFFIX
 from meshlm.runtime.process.streams import complain
-from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.errors import StartError, raised_as
 
 STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
@@ -41,7 +41,7 @@ def base_dir(environment: Mapping[str, str]) -> Path:
 def taken(wanted: Path) -> Iterator[Path]:
     """This run directory, empty and locked, by its real path; what is in it is removed in the end, and with it the directory where
     it was made here. StartError when another mesh runs there, when others could get into it, or when its path is too long."""
-    try:
+    with raised_as(StartError, OSError, of=f"--run-dir {wanted}"):
         longest = wanted.parent.resolve() / wanted.name / "coordinator-0000.sock"
         if len(os.fsencode(longest)) > MAX_SOCKET_PATH:
             raise StartError(f"--run-dir {wanted}: too long for a Unix socket; at most {MAX_SOCKET_PATH - 21} bytes")
@@ -50,8 +50,6 @@ def taken(wanted: Path) -> Iterator[Path]:
         directory = _locked(path)
         if weak := ", ".join(_open_to_all(path)):
             complain(f"meshlm: other users can replace the run directory {path}: they can write in {weak}", "warning")
-    except OSError as error:
-        raise StartError(f"--run-dir {wanted}: {error.strerror}") from None
     failed = False
     try:
         try:
@@ -118,10 +116,8 @@ def _is_at(directory: int, path: Path) -> bool:
 def check_private(path: Path, *, or_root: bool = False) -> None:
     """StartError unless `path` is a directory of ours that nobody else can enter, and nobody else can replace. `or_root`: root may ask
     another user's mesh."""
-    try:
+    with raised_as(StartError, OSError, of=f"run directory {path}"):
         info = path.stat(follow_symlinks=False)
-    except OSError as error:
-        raise StartError(f"run directory {path}: {error.strerror}") from None
     if or_root and os.getuid() == 0 and stat.S_ISDIR(info.st_mode):
         return
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
@@ -134,9 +130,8 @@ def _check_way(path: Path) -> None:
     trusted = {0, os.getuid(), os.stat("/").st_uid}  # who owns the root can do all that anyway
     for above in path.parents:
         if above.stat(follow_symlinks=False).st_uid not in trusted:
-            raise StartError(
-                f"run directory {path}: {above} is another user's, who could take the mesh over; choose another place with --run-dir"
-            )
+            why = f"{above} is another user's, who could take the mesh over; choose another place with --run-dir"
+            raise StartError(f"run directory {path}: {why}")
 
 
 def _open_to_all(path: Path) -> list[str]:
