@@ -124,9 +124,6 @@ class Coordinator:
                 return self.operations.answered(event.sender, done)
             case control.ChangeSettings(values={"max_waiting": int(most)}):
                 self.max_waiting = most
-                return []
-            case control.ChangeSettings():
-                return []
             case control.SetRanks() as ranks:
                 return self._set_ranks(ranks.num_ranks, now)
         return []
@@ -202,9 +199,8 @@ class Coordinator:
         return effects + self._drained() + self._release()
 
     def _drained(self) -> list[Send]:
-        return [
-            Send(HEAD, control.RankDrained(rank.number)) for rank in self.ranks.values() if rank.retiring and rank.idle
-        ]
+        drained = [rank.number for rank in self.ranks.values() if rank.retiring and rank.idle]
+        return [Send(HEAD, control.RankDrained(number)) for number in drained]
 
     # --- requests ---
 

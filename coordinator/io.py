@@ -23,14 +23,14 @@ STATS_EVERY_S = 1.0
 class CoordinatorApp(App):
     """The coordinator as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
+    _mesh: Mesh  # from start() on, as the core
+
     def __init__(self) -> None:
-        self._mesh: Mesh | None = None
         self._core: Coordinator | None = None
         self._ticks = 0
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
-        self._mesh = mesh
-        config = mesh.config
+        self._mesh, config = mesh, mesh.config
         self._core = Coordinator(
             config.scheduler.max_waiting,
             config.parallel.data_parallel_size,
@@ -45,19 +45,16 @@ class CoordinatorApp(App):
         return {}
 
     def _tick(self) -> None:
-        assert self._mesh is not None
         self._mesh.call_later(STATS_EVERY_S, self._tick)  # first: one that fails is not the last
         self._ticks += 1
         self._do(Tick(time.time()))
 
     def _do(self, event: Event) -> None:
-        assert self._mesh is not None
         assert self._core is not None
         for effect in self._core.handle(event, asyncio.get_running_loop().time()):
             self._send(effect.to, effect.message)
 
     def _send(self, to: Identity, message: Struct) -> None:
-        assert self._mesh is not None
         try:
             self._mesh.send(to, message)
         except LinkDown:
@@ -68,7 +65,7 @@ class CoordinatorApp(App):
                 self._send(message.detokenizer, self._core.too_long(message, str(error)))
 
     def on_message(self, peer: Identity, message: Struct) -> None:
-        if self._mesh is not None:
+        if self._core is not None:
             begin_ns = time.monotonic_ns()
             name = message.work.request_id if isinstance(message, Admit) else ""
             in_hand.holding(name, self._do, Received(peer, self._mesh.incarnation_of(peer), message))
@@ -76,7 +73,7 @@ class CoordinatorApp(App):
                 self._mesh.timeline.note(type(message).__name__, "loop", begin_ns)
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
-        if self._mesh is not None:
+        if self._core is not None:
             self._do(PeerLost(peer, incarnation))
 
     def beat(self) -> tuple[int, str]:

@@ -134,19 +134,13 @@ class JointGroup:
             return []
         work = any(report.has_work for report in self.reports.values())
         match self.state:
-            case State.PAUSED if self.order.phase is Phase.PREPARE and not self._pause_reason:
-                self._move(State.IDLE)
-                return self._advance()
             case State.PAUSED if self._pause_reason:
                 self.reason = self._pause_reason
-                return []
             case State.PAUSED:
                 self._move(State.IDLE)
                 return self._advance()
             case State.IDLE if self._pause_reason:
-                self._move(State.PAUSED)
-                self.reason = self._pause_reason
-                return []
+                self._rest()
             case State.IDLE if work and self.order.phase is Phase.PREPARE:
                 self._move(State.STEPPING)
                 return self._next(Phase.STEP)
@@ -160,13 +154,15 @@ class JointGroup:
             case State.DRAINING if self.order.phase is Phase.DRAIN:
                 return self._next(Phase.STOP, max(report.step for report in self.reports.values()))
             case State.DRAINING if self._pause_reason:
-                self._move(State.PAUSED)
-                self.reason = self._pause_reason
-                return []
+                self._rest()
             case State.DRAINING:
                 self._move(State.IDLE)
                 return self._advance()
         return []
+
+    def _rest(self) -> None:
+        self._move(State.PAUSED)
+        self.reason = self._pause_reason
 
     def _move(self, state: State) -> None:
         check_transition(TRANSITIONS, self.state, state, f"epoch {self.order.epoch}")

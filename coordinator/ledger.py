@@ -5,11 +5,15 @@ Plain data with sums that are kept up to date; changed by routing.py.
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import fields
+
 from meshlm.protocol.counts import ProcessCounts
-from meshlm.protocol.edges.admit import Load, SchedulerIncarnation
+from meshlm.protocol.edges.admit import Load
 from meshlm.protocol.edges.control import GraphCounts, RankStats
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
+# The figures of a rank that stand in its Load under the same names.
+OF_LOAD = {one.name for one in fields(RankStats)} & {one.name for one in fields(Load)} - {"graphs", "counts"}
 KV_WEIGHT = 4000.0  # a full KV cache, in decode tokens; little until it is nearly full
 
 
@@ -62,10 +66,6 @@ class Rank:
         return self.load is not None and self.load.serving and not self.retiring
 
     @property
-    def scheduler_incarnation(self) -> SchedulerIncarnation:
-        return SchedulerIncarnation(self.identity, self.incarnation)
-
-    @property
     def kv_pressure(self) -> float:
         """Share of KV blocks in use, 0 .. 1."""
         if self.load is None or not self.load.num_blocks:
@@ -87,25 +87,13 @@ class Rank:
     def stats(self, first_rank: int) -> RankStats:
         """The rank's figures for /metrics, once it has reported."""
         assert self.load is not None
-        load = self.load
         return RankStats(
+            **{name: getattr(self.load, name) for name in OF_LOAD},
             dp_rank=first_rank + self.number,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
             kv_cache_usage=self.kv_pressure,
-            prefix_cache_queries=load.prefix_cache_queries,
-            prefix_cache_hits=load.prefix_cache_hits,
-            num_preemptions=load.num_preemptions,
-            prompt_tokens=load.prompt_tokens,
-            generation_tokens=load.generation_tokens,
             graphs=self.graphs,
-            busy_ns=load.busy_ns,
-            idle_ns=load.idle_ns,
             incarnation=self.incarnation,
             counts=self.counts,
-            sleeping=load.sleeping,
-            kv_cache_tokens=load.kv_cache_tokens,
-            kv_cache_requests=load.kv_cache_requests,
         )
 
     @property

@@ -11,9 +11,8 @@ from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 POOLS = SamplingParams(max_tokens=1)  # nothing is sampled
-MAX_PROMPT_LOGPROBS = (
-    1 << 18
-)  # log-probabilities of one prompt's tokens, in all its choices: a second of work, 80 MB meanwhile
+# Log-probabilities of one prompt's tokens, in all its choices: a second of work, 80 MB meanwhile.
+MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max_model_len: int) -> "array[int]":
@@ -26,16 +25,10 @@ def checked_prompt(token_ids: "array[int]", submit: Submit, vocab_size: int, max
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise RequestError(ErrorKind.INVALID, f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}", "prompt")
-    if not generates(submit.extras):
-        if len(token_ids) > max_model_len:
-            text = f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}"
-            raise RequestError(ErrorKind.INVALID, text, "prompt")
-        return token_ids
-    if len(token_ids) >= max_model_len:
-        text = (
-            f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}: "
-            "no room for an output token"
-        )
+    is_full = generates(submit.extras) and len(token_ids) >= max_model_len
+    if is_full or len(token_ids) > max_model_len:
+        text = f"This model's maximum context length is {max_model_len} tokens, and the prompt has {len(token_ids)}"
+        text += ": no room for an output token" if is_full else ""
         raise RequestError(ErrorKind.INVALID, text, "prompt")
     return token_ids
 
@@ -70,9 +63,8 @@ def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len
         raise RequestError(ErrorKind.INVALID, text, "max_tokens")
     max_tokens = room if wanted is None else wanted
     if sampling.min_tokens > max_tokens:
-        raise RequestError(
-            ErrorKind.INVALID, f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}", "min_tokens"
-        )
+        text = f"min_tokens {sampling.min_tokens} exceeds max_tokens {max_tokens}"
+        raise RequestError(ErrorKind.INVALID, text, "min_tokens")
     num_entries = (sampling.prompt_logprobs + 1) * num_prompt * len(submit.handles)
     if num_entries > MAX_PROMPT_LOGPROBS:
         text = (

@@ -6,6 +6,7 @@ coordinator: Admit and AbortRequests. The journal keeps the requests.
 
 from collections.abc import Iterable
 from itertools import zip_longest
+from typing import Any
 
 from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.events import Effect
@@ -41,13 +42,11 @@ class Attempts:
         request.move(RequestStatus.UNASKED)
         self._journal.by_handle[request.handle] = request
         if request.matched_stop is not None:
-            return self._end(request, FinishReason.STOP, stop_reason=request.matched_stop)
-        if request.output_token_ids and request.output_token_ids[-1] in {
-            *request.sampling.eos_token_ids,
-            *request.sampling.stop_token_ids,
-        }:
+            return self._end(request, FinishReason.STOP, request.matched_stop)
+        sampling, last = request.sampling, request.output_token_ids[-1:]
+        if {*last} & {*sampling.eos_token_ids, *sampling.stop_token_ids}:
             return self._end(request, FinishReason.STOP)
-        if len(request.output_token_ids) >= request.sampling.max_tokens:
+        if len(request.output_token_ids) >= sampling.max_tokens:
             return self._end(request, FinishReason.LENGTH)
         if request.repeats:
             return self._end(request, FinishReason.REPETITION, REPETITION_DETECTED)
@@ -79,9 +78,9 @@ class Attempts:
             request.move(RequestStatus.HEARD)
             request.scheduler = scheduler
 
-    def _end(self, request: RequestState, reason: FinishReason, stop_reason: str | int | None = None) -> list[Effect]:
-        """A terminal row of its own."""
-        self._journal.finish_row(request, self._journal.row(request, [], ""), reason, stop_reason)
+    def _end(self, request: RequestState, reason: FinishReason, *why: Any) -> list[Effect]:
+        """A terminal row of its own. why: see Journal.finish_row."""
+        self._journal.finish_row(request, self._journal.row(request, [], ""), reason, *why)
         return []
 
     def say_abort(self, request_ids: tuple[RequestId, ...]) -> list[Effect]:
@@ -110,16 +109,9 @@ class Attempts:
 
     def rank_lost(self, lost: SchedulerIncarnation) -> list[Effect]:
         """The coordinator cannot reach it, even if we can: what it has not answered may never have come to it."""
-        unheard = [
-            request
-            for request in self._journal.by_handle.values()
-            if request.scheduler == lost and request.status is RequestStatus.ROUTED
-        ]
-        heard = [
-            request
-            for request in self._journal.by_handle.values()
-            if request.scheduler == lost and request.status is RequestStatus.HEARD
-        ]
+        there = [request for request in self._journal.by_handle.values() if request.scheduler == lost]
+        heard = [request for request in there if request.status is RequestStatus.HEARD]
+        unheard = (request for request in there if request.status is RequestStatus.ROUTED)
         effects = [effect for request in unheard for effect in self._admit_again(request)]
         return effects + self._ask_schedulers(heard)
 
@@ -159,8 +151,7 @@ class Attempts:
         for request in [request for request in self._journal.by_handle.values() if request.request_id in prompts]:
             request.num_in_hand += 1
             if text := poison(role, request.num_in_hand):
-                row = self._journal.row(request, [], "")
-                self._journal.finish_row(request, row, FinishReason.ERROR, None, text, ErrorKind.POISON)
+                self._end(request, FinishReason.ERROR, None, text, ErrorKind.POISON)
                 effects += self.say_abort((request.work_id,))
         return effects
 
@@ -168,12 +159,9 @@ class Attempts:
         """Requests of this scheduler's earlier incarnations go on elsewhere."""
         effects: list[Effect] = []
         for request in list(self._journal.by_handle.values()):
-            placed = request.scheduler
-            if (
-                placed is not None
-                and placed.scheduler == scheduler
-                and self._incarnations.over(scheduler, placed.incarnation)
-            ):
+            if (placed := request.scheduler) is None or placed.scheduler != scheduler:
+                continue
+            if self._incarnations.over(scheduler, placed.incarnation):
                 self._incarnations.lost(scheduler, placed.incarnation)  # the coordinator is told, who may not know
                 effects += self._admit_again(request)
         return effects
@@ -196,8 +184,7 @@ class Attempts:
         request.deaths = before if self._spares.get(died) else one_more(before, role, self._journal.now)
         request.begun_with = len(request.output_token_ids)
         if text := too_many(request.deaths, self.max_deaths):
-            self._journal.finish_row(request, self._journal.row(request, [], ""), FinishReason.ERROR, None, text)
-            return []
+            return self._end(request, FinishReason.ERROR, None, text)
         return self._next_attempt(request, f"{role.value}_lost")
 
     def _next_attempt(self, request: RequestState, reason: str) -> list[Effect]:
@@ -214,14 +201,10 @@ class Attempts:
         """AssertionError when the state contradicts itself."""
         for handle, request in self._journal.by_handle.items():
             assert request.handle == handle
-            assert self._journal.by_id.get(request.request_id) is request, (
-                "an admitted request that is not in the journal"
-            )
+            assert self._journal.by_id.get(request.request_id) is request, "admitted, and not in the journal"
             assert len(request.output_token_ids) <= request.sampling.max_tokens, "more tokens than allowed"
-            placed, heard, asked = request.scheduler, request.status is RequestStatus.HEARD, request.asked
-            assert placed is None or not self._incarnations.over(placed.scheduler, placed.incarnation), (
-                "left with a dead scheduler"
-            )
-            assert heard or asked == self._incarnations.coordinator or not self._incarnations.coordinator, (
-                "nobody was asked"
-            )
+            placed, heard = request.scheduler, request.status is RequestStatus.HEARD
+            dead = placed is not None and self._incarnations.over(placed.scheduler, placed.incarnation)
+            assert not dead, "left with a dead scheduler"
+            asked = request.asked == self._incarnations.coordinator or not self._incarnations.coordinator
+            assert heard or asked, "nobody was asked"

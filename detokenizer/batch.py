@@ -58,14 +58,7 @@ class FrontendBatch:
         self.texts.append(text)
 
     def details(
-        self,
-        request: RequestState,
-        place: int,
-        taken: list[int],
-        skip: int,
-        row: int,
-        deltas: TokenDeltas,
-        table: TokenTable,
+        self, request: RequestState, place: int, taken: int, skip: int, row: int, deltas: TokenDeltas, table: TokenTable
     ) -> None:
         """Adds what few rows have: logprobs and the first token's details. `skip`: tokens of the scheduler's row that are left out."""
         if deltas.timings_ns:
@@ -74,7 +67,7 @@ class FrontendBatch:
             first, times = deltas.first[row], (request.encode_s, request.route_s)
             self.first[place] = replace(first, encode_us=int(times[0] * 1e6), route_us=int(times[1] * 1e6))
         if row in deltas.logprobs:
-            sizes, columns = request.num_chars(table, len(taken)), deltas.logprobs[row]
+            sizes, columns = request.num_chars(table, taken), deltas.logprobs[row]
             if request.submit.retry is not None:
                 request.logprobs.add(columns, sizes, skip)
             if request.frontend != NOBODY:

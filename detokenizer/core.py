@@ -140,15 +140,8 @@ class Detokenizer:
         keep, truncation = submit.text.truncate_prompt_tokens, None
         if keep and not generates(submit.extras):
             truncation = Truncation(keep, submit.text.truncation_side)
-        asked = (
-            submit.prompt,
-            submit.text.bad_words,
-            submit.extras,
-            truncation,
-            requests[0].request_id,
-            submit.suspect,
-        )
-        return [*effects, Encode(self._next_job, *asked)]
+        asked = (submit.prompt, submit.text.bad_words, submit.extras, truncation)
+        return [*effects, Encode(self._next_job, *asked, name=requests[0].request_id, suspect=submit.suspect)]
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this prompt still. Threads ask before they begin."""
@@ -273,7 +266,7 @@ class Detokenizer:
             kept += 1
             if ended is not None and kept == len(new) and request.hides(ended):
                 request.hidden = True
-                text += request.push_silent(token)
+                request.output_token_ids.append(token)  # counted, not shown
             else:
                 text += request.push(token)
             if request.matched_stop is not None:
@@ -284,7 +277,7 @@ class Detokenizer:
             text += request.tail
         request.look_ahead()
         batch_row = self.journal.row(request, taken, text, alone=is_long(deltas, row))
-        self.journal.open_batches[request.frontend].details(request, batch_row, taken, skip, row, deltas, self.table)
+        self.journal.open_batches[request.frontend].details(request, batch_row, kept, skip, row, deltas, self.table)
         if request.matched_stop is not None:
             self.journal.finish_row(request, batch_row, FinishReason.STOP, request.matched_stop)
             return [] if ended is not None else self.attempts.say_abort((request.work_id,))
@@ -299,9 +292,8 @@ class Detokenizer:
         if request is None:
             return []
         self.journal.forget(request)
-        return [
-            Send(request.frontend, Rejected((request.frontend_handle,), refused.kind, refused.message, refused.param))
-        ]
+        rejected = Rejected((request.frontend_handle,), refused.kind, refused.message, refused.param)
+        return [Send(request.frontend, rejected)]
 
     # --- ends ---
 
@@ -322,10 +314,8 @@ class Detokenizer:
 
     def _end_at(self, frontend: Identity, handles: Sequence[Handle], text: str) -> list[Effect]:
         """End the requests that this frontend knows by these handles."""
-        gone = set(handles)
-        ids = [
-            s.request_id for s in self.journal.by_id.values() if s.frontend == frontend and s.frontend_handle in gone
-        ]
+        gone, mine = set(handles), [one for one in self.journal.by_id.values() if one.frontend == frontend]
+        ids = [request.request_id for request in mine if request.frontend_handle in gone]
         return [*self._abort(ids), Send(frontend, Rejected(tuple(gone), ErrorKind.INTERNAL, text))]
 
     def _abort(self, request_ids: Iterable[RequestId]) -> list[Effect]:

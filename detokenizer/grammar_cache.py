@@ -83,16 +83,9 @@ def _asked(grammar: Grammar) -> Grammar:
 def _told(grammar: Grammar, found: _Compiled) -> Grammar:
     if found.error:
         raise refused(grammar, found.error, ErrorKind.INVALID)
+    kept = {name: getattr(grammar, name) for name in ("thinking", "calls", "tools")}
     begins_after = "" if grammar.opens_with else grammar.begins_after
-    return Grammar(
-        GrammarKind.COMPILED,
-        found.text,
-        grammar.param,
-        begins_after=begins_after,
-        thinking=grammar.thinking,
-        calls=grammar.calls,
-        tools=grammar.tools,
-    )
+    return Grammar(GrammarKind.COMPILED, found.text, grammar.param, begins_after=begins_after, **kept)
 
 
 def refused(grammar: Grammar, message: str, kind: ErrorKind) -> RequestError:

@@ -13,9 +13,7 @@ class Incarnations:
 
     def __init__(self) -> None:
         self.coordinator = Incarnation(0)  # the one that can be reached; 0: none
-        self.ended: tuple[
-            SchedulerIncarnation, ...
-        ] = ()  # the last incarnation that is over, of each scheduler that has died
+        self.ended: tuple[SchedulerIncarnation, ...] = ()  # the last that is over, of each scheduler that has died
         self._first: dict[Identity, Incarnation] = {}  # scheduler -> the incarnations before this one are over
 
     def up(self, identity: Identity, incarnation: Incarnation) -> None:

@@ -40,9 +40,7 @@ from meshlm.runtime.process.process import App
 from meshlm.runtime.process.readable import about
 
 MOST_ENCODE_THREADS = 8  # and half the cores: others have work too
-LARGE_BYTES = (
-    256 << 10
-)  # longer prompts have threads of their own: a megabyte takes seconds, and a hundred times its memory
+LARGE_BYTES = 256 << 10  # longer prompts have their own threads: a megabyte takes seconds, and 100 times its memory
 MAX_WAITING_BYTES = 64 << 20  # of prompts that are not encoded, beyond which new ones get 503
 BUNCH = 4  # prompts that a thread encodes before it hands them over: more wait for each other, fewer wake the loop more often
 ADMIT_FOR_S = 0.005  # in one turn of the loop: a prompt may have a hundred choices, and others' tokens come between
@@ -81,15 +79,22 @@ def encoder_of(config: MeshConfig) -> tuple[Encoder, TokenTable]:
     return encoder, table
 
 
+def _is_quick(encode: Encode) -> bool:
+    """Whether it takes so little time that the loop may do it: token ids, and nothing to be made of texts."""
+    is_ids = isinstance(encode.prompt.prompt if isinstance(encode.prompt, MediaPrompt) else encode.prompt, TokenPrompt)
+    return is_ids and not encode.suspect and not encode.bad_words and find_extra(encode.extras, Grammar) is None
+
+
 class DetokenizerApp(App):
     """A detokenizer as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
+    _mesh: Mesh  # from start() on, as the three below
+    _encoder: Encoder
+    _grammars: GrammarThreads
+    _sandbox: GrammarSandbox
+
     def __init__(self) -> None:
-        self._mesh: Mesh | None = None
-        self._core: Detokenizer | None = None
-        self._encoder: Encoder | None = None
-        self._grammars: GrammarThreads | None = None
-        self._sandbox: GrammarSandbox | None = None
+        self._core: Detokenizer | None = None  # the last of them
         self._num_threads = min(MOST_ENCODE_THREADS, max(2, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(self._num_threads, "encode")
         self._large_threads = ThreadPoolExecutor(max(1, self._num_threads // 4), "encode-large")
@@ -121,19 +126,16 @@ class DetokenizerApp(App):
         longest, life = resolved.max_model_len, mesh.incarnation
         self._core = Detokenizer(table, vocab_size, longest, window_s, life, samples)
         self._core.attempts.max_deaths = allowed(mesh.config.run.max_restarts)
-        self._do_all(self._early)
+        for event in self._early:
+            self._do(event)
         self._questions.begin(self._encoder, self._core, mesh.call_soon_threadsafe)
         self._tick()
         self.flush()
         return {"vocabulary": f"{vocab_size} tokens"}
 
     def _tick(self) -> None:
-        assert self._mesh is not None
         self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         self._do(Tick(time.time()))
-        self._tell_counts()
-
-    def _tell_counts(self) -> None:
         if self._core is not None and (told := self._core.counts.told()) != self._told:
             self._told = told
             self._send(COORDINATOR, Counted(told))
@@ -145,17 +147,10 @@ class DetokenizerApp(App):
         for effect in self._core.handle(event, asyncio.get_running_loop().time()):
             self._perform(effect)
 
-    def _do_all(self, events: list[Event]) -> None:
-        for event in events:
-            self._do(event)
-
     def _perform(self, effect: Effect) -> None:
-        assert self._mesh is not None
         match effect:
-            case Encode(suspect=False, prompt=TokenPrompt() | MediaPrompt(prompt=TokenPrompt()), bad_words=()) if (
-                find_extra(effect.extras, Grammar) is None
-            ):
-                event = self._encode(effect)  # nothing that would take long
+            case Encode() if _is_quick(effect):
+                event = self._encode(effect)
                 self._do(event)
                 if self._core is not None and event.job in self._core.jobs:  # more of its choices wait
                     self._encoded([event])
@@ -175,15 +170,14 @@ class DetokenizerApp(App):
         if (grammar := find_extra(encode.extras, Grammar)) is None:
             self._encode_soon(encode)
             return
-        assert self._grammars is not None and self._core is not None and self._mesh is not None  # noqa: PT018
         try:
-            known = self._grammars.known(grammar)
+            known: Grammar | RequestError | None = self._grammars.known(grammar)
         except RequestError as error:
-            self._compiled(encode, error)
-            return
+            known = error
         if known is not None:
             self._compiled(encode, known)
             return
+        assert self._core is not None
         done = partial(self._mesh.call_soon_threadsafe, self._compiled, encode)
         self._grammars.submit(grammar, partial(self._core.is_wanted, encode.job), done)
 
@@ -212,7 +206,6 @@ class DetokenizerApp(App):
 
     def _admit_waiting(self) -> None:
         """Admits what waits for ADMIT_FOR_S seconds, and the rest in a later turn of the loop."""
-        assert self._mesh is not None
         assert self._core is not None
         loop = asyncio.get_running_loop()
         until = loop.time() + ADMIT_FOR_S
@@ -231,7 +224,6 @@ class DetokenizerApp(App):
                 self._mesh.call_soon_threadsafe(self._admit_waiting)
 
     def _send(self, to: Identity, message: Struct) -> None:
-        assert self._mesh is not None
         try:
             self._mesh.send(to, message)
         except LinkDown:
@@ -244,9 +236,8 @@ class DetokenizerApp(App):
         except LinkFull:
             self._mesh.log.warning("queue full", to=str(to), **about(message))
             if isinstance(message, Admit):
-                refused = Refused(
-                    message.work.handle, ErrorKind.OVERLOADED, "the coordinator's queue is full; try again"
-                )
+                text = "the coordinator's queue is full; try again"
+                refused = Refused(message.work.handle, ErrorKind.OVERLOADED, text)
                 self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
     def _call_threads(self) -> None:
@@ -257,7 +248,6 @@ class DetokenizerApp(App):
 
     def _encode_waiting(self) -> None:
         """Encodes in a thread until nothing waits."""
-        assert self._mesh is not None
         while self._to_encode:
             events: list[Encoded] = []
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -267,20 +257,17 @@ class DetokenizerApp(App):
 
     def _encode_large(self, encode: Encode) -> None:
         """Encodes in a thread for large prompts."""
-        assert self._mesh is not None
         self._mesh.call_soon_threadsafe(self._encoded, [self._encode(encode)])
 
     def _encode(self, encode: Encode) -> Encoded:
         """Encodes one prompt; called in any thread."""
-        if self._mesh is None or not self._mesh.timeline.on:
-            return in_hand.holding(encode.name, self._encode_now, encode)
         begin_ns = time.monotonic_ns()
         encoded = in_hand.holding(encode.name, self._encode_now, encode)
-        self._mesh.timeline.note("encode", threading.current_thread().name, begin_ns)
+        if self._mesh.timeline.on:
+            self._mesh.timeline.note("encode", threading.current_thread().name, begin_ns)
         return encoded
 
     def _encode_now(self, encode: Encode) -> Encoded:
-        assert self._encoder is not None
         assert self._core is not None
         if not self._core.is_wanted(encode.job):
             return Encoded(encode.job, error=nobody_waits())
@@ -297,7 +284,6 @@ class DetokenizerApp(App):
 
     def _log_failure(self, what: str) -> None:
         """With what is raised just now, which no client's text alone should have been able to raise."""
-        assert self._mesh is not None
         self._mesh.log.exception(what)
 
     def on_message(self, peer: Identity, message: Struct) -> None:
@@ -308,11 +294,11 @@ class DetokenizerApp(App):
             case edge.Cancel():
                 self._questions.cancel(peer, message.handle)
                 return
-        incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
-        begin_ns = time.monotonic_ns() if self._mesh is not None and self._mesh.timeline.on else 0
+        is_begun, begin_ns = self._core is not None, time.monotonic_ns()
+        incarnation = self._mesh.incarnation_of(peer) if is_begun else Incarnation(0)
         name = message.request_ids[0] if isinstance(message, Submit) else ""
         in_hand.holding(name, self._do, Received(peer, incarnation, message))
-        if begin_ns and self._mesh is not None and isinstance(message, TokenDeltas) and message.timings_ns:
+        if isinstance(message, TokenDeltas) and message.timings_ns and is_begun and self._mesh.timeline.on:
             step, planned_ns, *_ = message.timings_ns
             self._mesh.timeline.note("decode", "loop", begin_ns, flow=planned_ns, facts={"step": step})
 
@@ -323,7 +309,7 @@ class DetokenizerApp(App):
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         self._questions.lost(peer)
-        named = self._mesh.in_hand_of(peer, incarnation) if self._mesh is not None else ()
+        named = self._mesh.in_hand_of(peer, incarnation) if self._core is not None else ()
         self._do(PeerLost(peer, incarnation, named))
 
     def flush(self) -> None:
@@ -334,7 +320,7 @@ class DetokenizerApp(App):
                 self._send(send.to, send.message)
                 if isinstance(send.message, TextDeltas) and (timings := send.message.timings_ns):
                     self._core.counts.histograms["step_decode_time_seconds"].between(timings[HANDLED], now_ns)
-            if self._core.journal.tells_again and self._mesh is not None and not self._flushes_again:
+            if self._core.journal.tells_again and not self._flushes_again:
                 self._flushes_again = True
                 self._mesh.call_soon_threadsafe(self._flush_again)
 
@@ -353,8 +339,7 @@ class DetokenizerApp(App):
         self._to_encode.clear()
         self._to_admit.clear()
         self._questions.close()
-        for grammars in (self._sandbox, self._grammars):
-            if grammars is not None:
-                grammars.close()
+        for grammars in (self._sandbox, self._grammars) if self._core is not None else ():
+            grammars.close()
         for threads in (self._threads, self._large_threads, self._suspect_thread):
             threads.shutdown(wait=False, cancel_futures=True)

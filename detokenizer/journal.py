@@ -16,6 +16,8 @@ from meshlm.protocol.edges.text import Attach, Detach, Finished, Rejected, Submi
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
 
+KEPT = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)  # the ends after which a client may come back
+
 
 class Journal:
     """The requests, by the coordinator's name and by handle. `now` is the time of the last event."""
@@ -86,11 +88,7 @@ class Journal:
         events, num_tokens = request.events(self.now), len(request.output_token_ids)
         finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, events, bytes(request.drafts))
         self.open_batches[request.frontend].finished.append(finished)
-        if request.submit.retry is None or reason not in (
-            FinishReason.STOP,
-            FinishReason.LENGTH,
-            FinishReason.REPETITION,
-        ):
+        if request.submit.retry is None or reason not in KEPT:
             self.forget(request)
             return
         del self.by_handle[request.handle]

@@ -27,26 +27,26 @@ def _parts(schema: dict[str, Any]) -> Iterator[Any]:
             yield from found.values()
 
 
-def count_in_integers(schema: Any) -> None:
-    """Counts that are written as 2.0 become integers, which the library wants. Changes the schema."""
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schema and all within it, but for true and false. Each may be changed before the next is asked for."""
     waiting = [schema]
     while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
+        if isinstance(part := waiting.pop(), dict):
             waiting += _parts(part)
-            for name in _COUNTS:
-                if isinstance(count := part.get(name), float) and count.is_integer():
-                    part[name] = int(count)
+            yield part
+
+
+def count_in_integers(schema: Any) -> None:
+    """Counts that are written as 2.0 become integers, which the library wants. Changes the schema."""
+    for part in _objects(schema):
+        for name in _COUNTS:
+            if isinstance(count := part.get(name), float) and count.is_integer():
+                part[name] = int(count)
 
 
 def leave_out_idle(schema: Any) -> None:
     """Keywords that constrain nothing are taken out, since the library knows some of them in no form. Changes the schema."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        waiting += _parts(part)
+    for part in _objects(schema):
         if part.get("uniqueItems") is False:
             del part["uniqueItems"]
         if part.get("propertyNames") in (True, {}, {"type": "string"}):  # names are texts
@@ -58,35 +58,23 @@ def leave_out_idle(schema: Any) -> None:
 
 def leave_out_patterns(schema: Any, is_read: Callable[[str], bool]) -> None:
     """Patterns that the library cannot read constrain nothing. Changes the schema."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting += _parts(part)
-            if isinstance(pattern := part.get("pattern"), str) and not is_read(pattern):
-                del part["pattern"]
+    for part in _objects(schema):
+        if isinstance(pattern := part.get("pattern"), str) and not is_read(pattern):
+            del part["pattern"]
 
 
 def close_objects(schema: Any) -> None:
     """Objects that name properties have no others, where their schema says nothing of them. Changes the schema."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            waiting += _parts(part)
-            if "additionalProperties" not in part and ("properties" in part or "patternProperties" in part):
-                part["additionalProperties"] = False
+    for part in _objects(schema):
+        if "additionalProperties" not in part and ("properties" in part or "patternProperties" in part):
+            part["additionalProperties"] = False
 
 
 def leave_out(schema: Any, can_write: Callable[[str], bool]) -> str:
     """Constants, choices and names of properties that cannot be written fit nothing any more. Changes the schema; tells the first of
     them, as JSON."""
-    waiting, first = [schema], ""
-    while waiting:
-        part = waiting.pop()
-        if not isinstance(part, dict):
-            continue
-        waiting += _parts(part)
+    first = ""
+    for part in _objects(schema):
         wrong = list[str]()
 
         def fits(value: Any, wrong: list[str] = wrong) -> bool:

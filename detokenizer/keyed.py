@@ -6,6 +6,7 @@ with its key begins anew.
 """
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from meshlm.detokenizer.request_state import RequestState
 from meshlm.detokenizer.states import RequestStatus
@@ -71,12 +72,7 @@ class Keyed:
 
     def over(self, now: float) -> list[RequestId]:
         """Gives the requests that have waited long enough."""
-        gone: list[RequestId] = []
-        for request_id, until in self.until.items():
-            if until > now:
-                break
-            gone.append(request_id)
-        return gone
+        return list(takewhile(lambda request_id: self.until[request_id] <= now, self.until))
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -126,8 +122,7 @@ def size_of(request: RequestState) -> int:
     columns = 4 * (len(request.prompt) + len(request.output_token_ids))
     of_prompt = 0 if request.prompt_logprobs is None else num_bytes_of_prompt(request.prompt_logprobs)
     submit, params = request.submit, request.submit.sampling
-    listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * (
-        len(params.allowed_token_ids) + len(params.stop_token_ids)
-    )
+    num_ids = len(params.allowed_token_ids) + len(params.stop_token_ids)
+    listed = BIAS_BYTES * len(params.logit_bias) + ID_BYTES * num_ids
     texts = num_bytes_of(submit.prompt) + sum(map(len, submit.text.stop))
     return 2000 + len(request.pooled) + columns + request.logprobs.num_bytes + of_prompt + listed + texts

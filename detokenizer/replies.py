@@ -40,14 +40,15 @@ def answer(
 
 
 def _tokenized(question: Tokenize, encoder: Encoder, table: TokenTable, max_model_len: int) -> TokenizeReply:
-    token_ids, offsets = (
-        encoder.offsets(question.prompt) if question.want_offsets else (encoder.encode(question.prompt), array("i"))
-    )
+    prompt, offsets = question.prompt, array("i")
+    if question.want_offsets:
+        token_ids, offsets = encoder.offsets(prompt)
+    else:
+        token_ids = encoder.encode(prompt)
     strings = tuple(map(table.name, token_ids)) if question.want_strings else ()
-    mask = encoder.assistant_mask(question.prompt)[1] if question.want_assistant_mask else b""
-    return TokenizeReply(
-        question.handle, token_ids.tobytes(), strings, offsets.tobytes(), max_model_len, assistant_mask=mask
-    )
+    mask = encoder.assistant_mask(prompt)[1] if question.want_assistant_mask else b""
+    columns = (token_ids.tobytes(), strings, offsets.tobytes())
+    return TokenizeReply(question.handle, *columns, max_model_len, assistant_mask=mask)
 
 
 def _detokenized(question: Detokenize, table: TokenTable, vocab_size: int) -> DetokenizeReply:
@@ -57,10 +58,8 @@ def _detokenized(question: Detokenize, table: TokenTable, vocab_size: int) -> De
         text = f"token id {bad} is outside the vocabulary 0..{vocab_size - 1}"
         raise RequestError(ErrorKind.INVALID, text, "tokens")
     if question.each:
-        shown = [table.show(token) for token in ids]
-        return DetokenizeReply(
-            question.handle, texts=tuple(text for text, _ in shown), token_bytes=tuple(data for _, data in shown)
-        )
+        each, data = zip(*map(table.show, ids)) if ids else ((), ())
+        return DetokenizeReply(question.handle, texts=each, token_bytes=data)
     if question.output is not None:
         decoder = table.decoder(question.output.skip_special_tokens, question.output.keep_special_tokens)
         texts = [decoder.push(token) for token in ids]

@@ -142,11 +142,6 @@ class RequestState:
         wanted = self.sampling.prompt_logprobs >= 0 and len(self.prompt) > 1
         return wanted and self.prompt_logprobs is None and self.finished is None
 
-    def push_silent(self, token: int) -> str:
-        """A stop token: counted, not shown."""
-        self.output_token_ids.append(token)
-        return ""
-
     def finish(self) -> str:
         """The text that was held back, at the end without a stop string."""
         assert self.decoder is not None

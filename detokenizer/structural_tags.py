@@ -132,11 +132,7 @@ class StructuralTag:
 
     def _repeat(self, part: dict[str, Any], depth: int) -> str:
         least, most = part.get("min"), part.get("max")
-        if (
-            not isinstance(least, int)
-            or not isinstance(most, int)
-            or not (0 <= least <= most or (most == -1 and least >= 0))
-        ):
+        if not isinstance(least, int) or not isinstance(most, int) or least < 0 or (most != -1 and most < least):
             raise GrammarError("repeat: min and max must be numbers, min at most max; max -1 is no limit")
         return f"({self._content(part, depth)}){{{least},{'' if most == -1 else most}}}"
 
@@ -217,14 +213,11 @@ class StructuralTag:
 
 def _of_structures(given: dict[str, Any]) -> dict[str, Any]:
     """The older form, as a format."""
-    tags = [
-        {
-            "begin": _string(tag, "begin"),
-            "content": {"type": "json_schema", "json_schema": {} if tag.get("schema") is None else tag["schema"]},
-            "end": _string(tag, "end"),
-        }
-        for tag in _list(given, "structures", 1)
-    ]
+    tags = []
+    for tag in _list(given, "structures", 1):
+        begin, end, schema = _string(tag, "begin"), _string(tag, "end"), tag.get("schema")
+        content = {"type": "json_schema", "json_schema": {} if schema is None else schema}
+        tags.append({"begin": begin, "content": content, "end": end})
     return {"type": "triggered_tags", "triggers": _list(given, "triggers", 1), "tags": tags}
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,17 +16,12 @@ from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
 
+@dataclass
 class _Marked:
-    """The pieces of a text that is being rendered, and which characters of it are in `{% generation %}`."""
+    """The text that is being rendered, so far its length, and which characters of it are in `{% generation %}`."""
 
-    def __init__(self) -> None:
-        self.pieces: list[str] = []
-        self.num_chars = 0
-        self.spans: list[tuple[int, int]] = []
-
-    def add(self, piece: str) -> None:
-        self.pieces.append(piece)
-        self.num_chars += len(piece)
+    num_chars: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 _marked_now: ContextVar[_Marked | None] = ContextVar("_marked_now", default=None)  # of this thread's rendering
@@ -69,9 +65,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: dict[str, str]) -> None:
         """RequestError when the source is no template."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-        )
+        extensions = [_Generation, loopcontrols]
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
@@ -100,16 +95,12 @@ class ChatTemplate:
             raise RequestError(ErrorKind.INVALID, text, "continue_final_message")
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1] if messages else {})]
-        names = {"documents": None, **self._special, **extra}
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
-            pieces = self._template.generate(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **names
-            )
-            text = _joined(pieces)
+            text = _joined(self._template.generate(**given, **{"documents": None, **self._special, **extra}))
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
-            raise RequestError(
-                ErrorKind.INVALID, f"the chat template refuses these messages: {error}", "messages"
-            ) from None
+            text = f"the chat template refuses these messages: {error}"
+            raise RequestError(ErrorKind.INVALID, text, "messages") from None
         return _cut_at_mark(text) if continue_final_message else text
 
     def spans(self, render: Callable[[], str]) -> tuple[str, list[tuple[int, int]]]:
@@ -124,12 +115,11 @@ class ChatTemplate:
 
 def _joined(pieces: Iterator[str]) -> str:
     """The text of a rendering. Each piece is known before the next one is made, so that places in the text can be told."""
-    marked = _marked_now.get()
-    if marked is None:
-        return "".join(pieces)
+    found, marked = [], _marked_now.get() or _Marked()
     for piece in pieces:
-        marked.add(piece)
-    return "".join(marked.pieces)
+        found.append(piece)
+        marked.num_chars += len(piece)
+    return "".join(found)
 
 
 MARK = "<<the-final-message-ends-here>> "  # the blank shows whether the template strips messages

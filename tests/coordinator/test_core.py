@@ -50,7 +50,7 @@ def test_a_newer_life_replaces_the_older_one() -> None:
     last = told(bench.join(S0, life=2))
     assert last[D0].members == (member(D0), member(S0, 2))
     assert bench.core.owner == {}
-    assert bench.core.ranks[S0].scheduler_incarnation == SchedulerIncarnation(S0, Incarnation(2))
+    assert bench.core.ranks[S0].incarnation == Incarnation(2)
     assert not bench.core.ranks[S0].serving, "it says by Load when it serves"
     assert bench.lost(S0, life=1) == [], "the late news of the older one's death"
 
