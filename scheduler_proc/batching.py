@@ -23,7 +23,7 @@ from meshlm.runtime.process.counts import Counts
 from meshlm.runtime.process.in_hand import hold
 from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.budget import StepBudget
-from meshlm.scheduler_proc.drafts import plan_drafts
+from meshlm.scheduler_proc.drafts import make_budget, plan_drafts
 from meshlm.scheduler_proc.extras import end_between
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.residency import Residency
@@ -68,7 +68,9 @@ class Batching:
         self.now_ns = 0  # of the plan that is being made
         self._trial = Trial(limits.max_crashes)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
-        self._free_rows = [Row(row) for row in reversed(range(min(facts.max_num_seqs, limits.max_num_seqs)))]
+        max_rows = min(facts.max_num_seqs, limits.max_num_seqs)
+        self.drafts = make_budget(max_rows, self.max_drafts)
+        self._free_rows = [Row(row) for row in reversed(range(max_rows))]
         self._removed_rows: list[Row] = []
 
     def _key(self, request: Request) -> OrderKey:
@@ -137,8 +139,9 @@ class Batching:
         if not self._plan_trial(builder, is_idle=is_idle):
             before = self.num_preemptions
             prompts = self._plan_decodes(builder, self.running)
-            if self.max_drafts:
-                plan_drafts(builder, self.kv, self.max_drafts, self.limits.max_num_batched_tokens)
+            if self.drafts is not None and builder.decodes:
+                token_s = self.budget.prompt_s if prompts or (self.waiting and self._free_rows) else 0.0
+                plan_drafts(builder, self.kv, self.drafts, self.limits.max_num_batched_tokens, token_s)
             if prompts or self.waiting:
                 context = prompts[0].num_computed if prompts else 0
                 left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
@@ -321,6 +324,8 @@ class Batching:
         del self.waiting[at]
         insort(self.running, request, key=self._key)
         request.row = self._free_rows.pop()
+        if self.drafts is not None:
+            self.drafts.begin(request.row)
         request.num_computed = num_cached
         found = min(request.num_computed, request.num_prompt)
         if (

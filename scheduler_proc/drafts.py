@@ -1,29 +1,48 @@
-"""How many drafted tokens a step verifies behind each decode. Pure; used by batching.py."""
+"""Plans the drafted tokens that a step verifies behind each decode. Pure; used by batching.py."""
 
 from array import array
+from typing import TYPE_CHECKING
 
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.plan import PlanBuilder
 
+if TYPE_CHECKING:
+    from meshlm.scheduler_proc.draft_budget import DraftBudget
 
-def plan_drafts(builder: PlanBuilder, kv: KVCache, max_drafts: int, most_tokens: int) -> None:
-    """Plans drafts of the decodes: as many as budget, length and free memory allow. Nobody is preempted for them."""
-    left = most_tokens - builder.num_tokens
-    for request in builder.decodes:
-        virtual = len(request.tokens) + request.num_output_placeholders
-        most = max_drafts if request.max_drafts is None else min(max_drafts, request.max_drafts)
-        count = min(most, request.max_len - virtual, left)
-        needed = virtual + count - 1  # the last one that may be sampled is not computed
+
+def make_budget(max_rows: int, max_drafts: int) -> "DraftBudget | None":
+    """None where nothing is drafted."""
+    if not max_drafts:
+        return None
+    from meshlm.scheduler_proc.draft_budget import DraftBudget  # numpy, which schedulers without drafts do without
+
+    return DraftBudget(max_rows, max_drafts)
+
+
+def plan_drafts(builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", most_tokens: int, token_s: float) -> None:
+    """Plans drafts of the decodes: as many as the budget chooses within tokens, length and free memory. Nobody is preempted for them.
+    token_s: what a token adds at least, in a step that will have prompts."""
+    lengths = [len(request.tokens) + request.num_output_placeholders for request in builder.decodes]
+    most = [
+        min(budget.max_drafts, request.max_len - length)
+        if request.max_drafts is None
+        else min(budget.max_drafts, request.max_len - length, request.max_drafts)
+        for request, length in zip(builder.decodes, lengths, strict=True)
+    ]
+    rows = [request.row for request in builder.decodes]
+    counts = budget.choose(rows, most, most_tokens - builder.num_tokens, token_s)
+    for place, count in enumerate(counts):
+        if not count:
+            continue
+        request = builder.decodes[place]
+        needed = lengths[place] + count - 1  # the last one that may be sampled is not computed
         if needed > request.capacity:
             if (blocks := kv.grow(request, needed)) is not None:
                 builder.grow(request.row, blocks)
             else:
-                count -= needed - request.capacity
-        builder.num_drafts.append(count)
-        left -= count
+                counts[place] = count = count - (needed - request.capacity)
         request.num_computed += count
         request.num_output_placeholders += count
-    num_drafts = sum(builder.num_drafts)
-    builder.num_tokens += num_drafts
-    if not num_drafts:
-        builder.num_drafts = array("i")
+    if num_drafts := sum(counts):
+        builder.num_tokens += num_drafts
+        builder.num_drafts = array("i", counts)

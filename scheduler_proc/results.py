@@ -96,6 +96,7 @@ class Results:
         samples = record.samples or b"\x01" * len(record.batch)
         counts = iter(ints(result.counts)) if result.counts else repeat(1)
         all_drafted = iter(ints(result.drafted))
+        verified: list[tuple[int, int, int]] = []  # row, drafts that it was allowed, those that were accepted
         at = 0
         for batch_index, request in enumerate(record.batch):
             alive = request.state is not RequestState.FINISHED
@@ -119,6 +120,8 @@ class Results:
             if alive:
                 if drafted:
                     self._count_drafts(request, drafted, max(0, count - 1))
+                if allowed and count and request.row >= 0:
+                    verified.append((request.row, allowed, count - 1))
                 self._not_given(request, 1 + allowed - count)
                 for nth in range(count):
                     output.seal(request.detokenizer)
@@ -131,6 +134,8 @@ class Results:
                         )
                     self._tokens([request], tokens[at + nth : at + nth + 1], output)
             at += count
+        if verified and (drafts := self._table.batching.drafts) is not None:
+            drafts.acceptance.observe(*zip(*verified, strict=True))
 
     def _count_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         counts = self._table.batching.counts
@@ -166,6 +171,9 @@ class Results:
         self._table.batching.budget.learn(
             record.num_tokens, record.num_decode_tokens, duration_ns / 1e9, record.num_pairs
         )
+        num_drafts = sum(record.num_drafts)
+        if (drafts := self._table.batching.drafts) is not None and record.num_tokens == record.num_decode_tokens:
+            drafts.times.learn(record.num_tokens - num_drafts, num_drafts, duration_ns / 1e9)
         load.busy_ns += duration_ns
         self._table.batching.counts.histograms["step_device_time_seconds"].observe(duration_ns / 1e9)
         load.idle_ns += gap_ns if record.goes_on else 0

@@ -173,9 +173,7 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     counts: bytes = b""  # int32[number of samples], 0 .. 1 + num_drafts each; b"" means one each
     pooled: dict[int, bytes] = {}  # batch place -> float32: the vector of a Pool whose prompt is computed now
     failed: dict[int, RowFailed] = {}  # batch place -> why its request ends with an error; its token here is none
-    drafted: bytes = (
-        b""  # int32[number of samples], tokens drafted and verified, 0 .. num_drafts each; b"" means num_drafts
-    )
+    drafted: bytes = b""  # int32[number of samples], drafted and verified, 0 .. num_drafts each; b"" means num_drafts
 
 
 class StepFailed(Struct, frozen=True, tag="failed"):

@@ -1,5 +1,7 @@
 """Steps that give a row none, one or several tokens: the scheduler knows the most that a row can be, and plans on."""
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import pytest
@@ -133,6 +135,43 @@ def test_blocks_of_accepted_tokens_are_found_again() -> None:
     bench.finish()
     assert bench.cached[2] >= 28
     assert bench.tokens[2] == reference(PROMPT, 35)[30:]
+
+
+class Timed(Bench):
+    """Its steps take so long by their tokens."""
+
+    def __init__(self, seconds: Callable[[int], float], num_blocks: int = 400) -> None:
+        super().__init__(limits(max_model_len=1200), num_blocks, 4, 3)
+        self._seconds = seconds
+        self.num_drafts: list[int] = []  # of each step
+
+    def step(self) -> None:
+        plan = self.plans.popleft()
+        self.num_drafts.append(sum(ints(plan.num_drafts)))
+        duration_ns = int(self._seconds(plan.num_tokens) * 1e9)
+        self.event(Received(WORKER, LIFE, msgspec.structs.replace(self.model.run(plan), gpu_ns=duration_ns)))
+
+
+def test_drafts_that_cost_as_much_as_tokens_end() -> None:
+    cheap, dear = Timed(lambda tokens: 0.01), Timed(lambda tokens: 0.01 * tokens)
+    for bench in (cheap, dear):
+        bench.assign(1, PROMPT, 1000)
+        bench.finish()
+        assert bench.tokens[1] == reference(PROMPT, 1000)
+    assert sum(drafts == 3 for drafts in cheap.num_drafts) > 0.8 * len(cheap.num_drafts)
+    assert sum(drafts > 0 for drafts in dear.num_drafts) < 0.05 * len(dear.num_drafts)
+
+
+def test_estimates_are_of_the_request_and_not_of_its_row() -> None:
+    bench = Timed(lambda tokens: 0.01)
+    bench.assign(1, PROMPT, 100)
+    bench.finish()
+    assert (budget := bench.core.batching.drafts) is not None
+    row = bench.core.batching._free_rows[-1]  # the next one
+    assert budget.acceptance.gains(np.array([row])) != pytest.approx(budget.acceptance.gains(np.array([row - 1])))
+    bench.assign(2, [9], 3)
+    assert bench.core.requests[RequestId("r2")].row == row
+    assert budget.acceptance.gains(np.array([row])) == pytest.approx(budget.acceptance.gains(np.array([row - 1])))
 
 
 class WithLogprobs(Bench):

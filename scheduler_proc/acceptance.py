@@ -1,0 +1,52 @@
+"""How likely drafted tokens are accepted, by row and position, learnt from finished steps. Pure; owned by draft_budget.py.
+
+A position counts as tried when the drafts before it were accepted, and as a failure when its own was refused or the worker drafted none
+there: so an estimate is of what a step gains by allowing the position. The older a trial is, the less it counts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROW_KEEPS = 1 - 1 / 32  # what a trial leaves of the earlier ones of its row and position: about 32 count
+RANK_KEEPS = 1 - 1 / 128  # ... and of all rows
+PRIOR_TRIALS = (
+    4.0  # of a row, for which the rank's mean counts; of a position of the rank, for which the one before counts
+)
+FIRST_MEAN = 0.8  # while nothing is known
+
+F64 = NDArray[np.float64]
+I64 = NDArray[np.int64]
+
+
+class Acceptance:
+    """Of `max_rows` rows and `max_drafts` positions each. Of a position that no step has reached, it is that of the one before."""
+
+    def __init__(self, max_rows: int, max_drafts: int) -> None:
+        self._position = np.arange(max_drafts)
+        self._counts = np.zeros((2, max_rows, max_drafts))  # trials, and those that were accepted
+        self._rank = np.zeros((2, max_drafts))
+        self._mean = np.full(max_drafts, FIRST_MEAN)
+
+    def begin(self, row: int) -> None:
+        """Another request has the row: nothing is known of it but the rank's mean."""
+        self._counts[:, row] = 0
+
+    def observe(self, rows: Sequence[int], allowed: Sequence[int], accepted: Sequence[int]) -> None:
+        """A step allowed each of these rows so many drafts, at least one, and so many were accepted."""
+        hits = np.array(accepted)[:, None]
+        tried = (self._position <= hits) & (self._position < np.array(allowed)[:, None])
+        news = np.stack((tried, tried & (self._position < hits)))
+        self._counts[:, rows] = self._counts[:, rows] * np.where(tried, ROW_KEEPS, 1.0) + news
+        self._rank = self._rank * RANK_KEEPS ** tried.sum(axis=0) + news.sum(axis=1)
+        mean = FIRST_MEAN
+        for position, (trials, successes) in enumerate(self._rank.T.tolist()):
+            self._mean[position] = mean = (successes + PRIOR_TRIALS * mean) / (trials + PRIOR_TRIALS)
+
+    def gains(self, rows: I64) -> F64:
+        """float64[rows, max_drafts]: tokens that each further draft of a row is expected to give, the product of the acceptance of the
+        positions up to its own."""
+        trials, successes = self._counts.take(rows, axis=1)
+        estimates: F64 = (successes + PRIOR_TRIALS * self._mean) / (trials + PRIOR_TRIALS)
+        return estimates.cumprod(axis=1)
