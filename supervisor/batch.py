@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -243,11 +243,13 @@ def _answer(server: Server, request: Request | LineError, ended: threading.Event
         return False, failed_line(request.custom_id, 500, f"no answer: {str(error) or type(error).__name__}")
 
 
-def ask(server: Server, path: str, body: Json, ended: threading.Event) -> tuple[int, bytes]:
+def ask(
+    server: Server, path: str, body: Json, ended: threading.Event, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
     """The status and the body of an answer. It is asked again while frontends die, or have no room; OSError or HTTPException where none
     answers for long, or once `ended` is set."""
     content = json.dumps(body, ensure_ascii=True).encode()
-    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    headers = {"Idempotency-Key": uuid.uuid4().hex, **(headers or {})}
     lost_since = full_since = 0.0
     while True:
         try:

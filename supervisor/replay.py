@@ -21,7 +21,7 @@ from meshlm.supervisor.cli.terminal import Server
 from meshlm.supervisor.errors import UsageError
 
 Json = dict[str, Any]
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, NOT_RECORDED = "/v1/completions", {"X-Meshlm-Replay": "1"}
 CONCURRENT = 64  # sequences that are asked for at once
 ENDS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)  # by itself
 TOLD = ("prompt_logprobs", "logprob_token_ids", "timeout", "num_speculative_tokens")  # that change no token
@@ -167,7 +167,7 @@ class Replay:
 
     def _answer(self, path: str, body: Json) -> Json:
         try:
-            status, answer = batch.ask(self._server, path, body, self._ended)
+            status, answer = batch.ask(self._server, path, body, self._ended, NOT_RECORDED)
         except (OSError, http.client.HTTPException) as error:
             raise Refused(str(error) or type(error).__name__) from None
         try:

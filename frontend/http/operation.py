@@ -180,8 +180,10 @@ class Paths(NamedTuple):
         return ANY_KEY if path in self.information or path.startswith("/v1/models/") else INFERENCE
 
 
+REPLAY = "X-Meshlm-Replay"  # `meshlm replay` asks: its requests are those of a recording already
 GENERATES = (
     *NAMED,
+    Parameter(REPLAY, "header", {"type": "string"}, "With any value the request is not recorded (--record-requests)."),
     Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
 )
 STORED = (400, 404, 500, 503)

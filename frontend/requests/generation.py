@@ -17,6 +17,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
@@ -116,6 +117,8 @@ class Generation:
         if reason := backend.readiness.refusal(attaches=attaches) or await backend.readiness.wait_serving():
             raise HttpError(503, reason)
         parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""))
+        if REPLAY in request.headers:
+            parsed_request = parsed_request.with_answer(is_recorded=False)
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, parsed_request)
         with backend.requests.budget.open(parsed_request):

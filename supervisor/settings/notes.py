@@ -68,6 +68,7 @@ RULES = (
         lambda config, _: config.server.responses_store != STORE_OFF,
         "a store of responses",
     ),
+    Rule(("record_requests_bytes",), lambda config, _: bool(config.server.record_requests), "--record-requests"),
     Rule(("max_audio_bytes", "max_audio_seconds"), lambda _, facts: facts.transcribes, "models that transcribe audio"),
     Rule(("per_request_spec_decode_metrics",), _drafts, "--speculative-config"),
     Rule(("tool_parser_plugin",), lambda config, _: bool(config.server.tool_call_parser), "--tool-call-parser"),

@@ -59,7 +59,7 @@ def record(server: Serving, folder: Path, file: Path, asked: dict[str, tuple[str
     )
     count += 1 + sum(body.get("n", 1) - 1 for _, body in asked.values()) + ("two" in asked)
     until(lambda: len(lines(folder)) == count)
-    file.write_bytes(b"\n".join(lines(folder)))
+    file.write_bytes(b"\n".join([*lines(folder), b""]))
     return file
 
 
@@ -80,6 +80,10 @@ def test_the_fake_device(tmp_path: Path) -> None:
         file = record(server, folder, tmp_path / "all.jsonl", PLAIN)
         found = meshlm(server, "replay", "two")
         assert (found.returncode, found.stdout.splitlines()[-1:]) == (0, ["4 same"]), found
+        before = len(lines(folder))
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [5]}, timeout=300)
+        until(lambda: len(lines(folder)) > before)
+        assert len(lines(folder)) == len(lines(tmp_path)) + 1, "no replay is recorded"
         missing = meshlm(server, "replay", "three")
         assert (missing.returncode, "no request three is recorded" in missing.stderr) == (2, True), missing
     root = json.loads(lines(tmp_path)[0])["root"]

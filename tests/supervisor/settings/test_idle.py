@@ -25,6 +25,7 @@ VALUES: dict[str, object] = {  # other than the default, one that goes with noth
     "peer_timeout": 9.0,
     "responses_store_count": 9,
     "responses_store_bytes": 1 << 20,
+    "record_requests_bytes": 1 << 20,
     "max_audio_bytes": 1 << 20,
     "max_audio_seconds": 9,
     "per_request_spec_decode_metrics": "summary",
@@ -42,6 +43,7 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
         for name in ("mesh_port_range", "advertise_host", "key_file", "peer_timeout")
     },
     "per_request_spec_decode_metrics": {"fake_drafts": 3},
+    "record_requests_bytes": {"record_requests": "/x"},
     "tool_parser_plugin": {"tool_call_parser": "hermes"},
     "reasoning_parser_plugin": {"reasoning_parser": "qwen3"},
     "kv_cache_metrics_sample": {"kv_cache_metrics": True},
