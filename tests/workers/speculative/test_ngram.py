@@ -9,9 +9,9 @@ from meshlm.workers.speculative.ngram import FEW, NgramDrafter, earlier_places
 
 LAST = 2**31 - 1  # token ids
 TEXTS = st.lists(st.sampled_from([0, 1, 7, LAST]), max_size=40) | st.builds(
-    lambda motif, times, more: (motif * times)[:200] + more,
+    lambda motif, times, more: (motif * times)[: 2 * FEW] + more,
     st.lists(st.integers(0, 3), min_size=1, max_size=9),
-    st.integers(1, 3 * FEW),
+    st.integers(1, 2 * FEW),
     st.lists(st.integers(0, 3), max_size=9),
 )
 
@@ -34,7 +34,7 @@ def int32(*rows: list[int]) -> I32:
     return np.array([row + [LAST] * (width - len(row)) for row in rows], np.int32).reshape(len(rows), width)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.integers(1, 30))
 def test_the_longest_match_and_all_its_places(text: list[int], longest: int) -> None:
     length, places = earlier_places(np.array(text, np.int32), longest)
@@ -43,7 +43,7 @@ def test_the_longest_match_and_all_its_places(text: list[int], longest: int) -> 
     assert places.tolist() == (places_of(text, length) if length else [])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(TEXTS, st.integers(0, 9)), max_size=4), st.integers(1, 6), st.integers(0, 4))
 def test_rows_have_the_drafts_that_a_search_of_all_positions_finds(
     rows: list[tuple[list[int], int]], shortest: int, more: int
