@@ -82,7 +82,7 @@ class DashboardRoutes:
     async def history(self, request: Request) -> HttpResponse:
         return HttpResponse(await self._shown.feed.history(), media_type=JSON, headers=HEADERS)
 
-    @route("/dashboard/events", answers=EVENTS, errors=(400, 503), parameters=(_EVERY,))
+    @route("/dashboard/events", answers=EVENTS, parameters=(_EVERY,))
     async def events(self, request: Request) -> HttpResponse:
         """What it shows, up to ten times a second, without end."""
         every_s = 0.0

@@ -1,5 +1,6 @@
 """The record of one route, and what many routes have in common. The routes stand at their handlers."""
 
+import re
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from types import GenericAlias
@@ -17,6 +18,13 @@ TEXT, METRICS, HTML = "text/plain", "text/plain; version=0.0.4; charset=utf-8", 
 SRT, VTT = "application/x-subrip", "text/vtt"
 EVENTS = "text/event-stream"
 ANY_KEY = ""  # a route's key_scope
+# What the parameters in paths are, and which of them may have slashes, where clients have made the names.
+IN_PATHS = {
+    "model": "One of the served names.",
+    "response_id": "The id of a response.",
+    "conversation_id": "The id of a conversation.",
+    "item_id": "The id of an item.",
+}
 WITH_SLASHES = ("model", "item_id")
 Json = dict[str, Any]
 
@@ -31,6 +39,7 @@ class Parameter(NamedTuple):
 
 
 ASKS = (400, 404, 413, *STATUS.values())
+_REFUSED = {"path": 404, "query": 400, "header": 400}  # with which status a parameter of that place is refused
 NAMED = (
     Parameter("X-Request-Id", "header", {"type": "string"}, "Comes back with the answer, and names the request in the logs."),
     Parameter(
@@ -76,7 +85,8 @@ Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 class Operation(Struct, frozen=True):
     """One route, which decorates the method that answers requests for it. `answers` is a Struct, or a list of one, for JSON, else a
-    content type, None for nothing; `errors` are statuses whose body is `error`, in the form of the route's API."""
+    content type, None for nothing; `errors` are statuses whose body is `error`, in the form of the route's API, beside those that
+    follow from what the route takes. Parameters in the path are added."""
 
     path: str
     summary: str = ""  # the method's docstring, where it has none
@@ -98,25 +108,36 @@ class Operation(Struct, frozen=True):
 
     def __call__(self, handler: Handler) -> Handler:
         methods = self.methods or (("POST",) if self.body is not None else ("GET",))
-        errors = self.errors or (ASKS if self.body is not None else (503,))  # a server that stops says so on every path
         declared: list[Operation] = handler.__dict__.setdefault("operations", [])
         summary = self.summary or handler.__doc__ or ""
-        operation = replace(self, summary=summary, methods=methods, errors=errors, handler=handler.__name__)
-        declared.insert(0, operation)  # the last decorator is applied first
+        declared.insert(
+            0, replace(self, summary=summary, methods=methods, handler=handler.__name__)
+        )  # the last is applied first
         return handler
 
     def of_class(self, common: OfClass) -> "Operation":
-        """Completed by what the routes of its class have in common."""
+        """Completed by what the routes of its class have in common, and by what follows from its path and its body."""
+        named = re.findall(r"{(\w+)}", self.path)
+        in_path = [Parameter(name, "path", {"type": "string", "minLength": 1}, IN_PATHS[name]) for name in named]
+        parameters = (*in_path, *(self.parameters or common.parameters))
+        errors = {
+            503,
+            *self.errors,
+            *(_REFUSED[one.place] for one in parameters),
+        }  # one that stops says so on every path
+        if self.body is not None:
+            errors |= {400, 413} if self.errors else {*ASKS}
         return replace(
             self,
             group=common.group if self.group is Group.OF_CLASS else self.group,
             key_scope=common.key_scope if self.key_scope == OF_CLASS else self.key_scope,
-            parameters=self.parameters or common.parameters,
+            parameters=parameters,
+            errors=tuple(errors),
         )
 
     @property
     def pattern(self) -> str:
-        """The path as the router has it: a parameter at its end may have slashes, where clients have made the names."""
+        """The path as the router has it: a parameter at its end may have slashes."""
         name = next((name for name in WITH_SLASHES if self.path.endswith(f"{{{name}}}")), "")
         return self.path.replace(f"{{{name}}}", f"{{{name}:path}}") if name else self.path
 
@@ -186,7 +207,6 @@ GENERATES = (
     Parameter(REPLAY, "header", {"type": "string"}, "With any value the request is not recorded (--record-requests)."),
     Parameter(LAST_ID, "header", {"type": "string"}, f"With {KEY}: the id of the last event that the client has."),
 )
-STORED = (400, 404, 500, 503)
 
 
 def switch(name: str, description: str, *, default: bool = False) -> Parameter:

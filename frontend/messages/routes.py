@@ -7,7 +7,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.operation import NAMED, Group, route
+from meshlm.frontend.http.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.http.retry import LAST_ID, refuse_last_id
 from meshlm.frontend.messages import schema
 from meshlm.frontend.messages.format import MessageFormat
@@ -24,23 +24,18 @@ MESSAGES = form_of_turns(
 )
 
 
+_route = partial(route, error=schema.MessagesErrorResponse)
+
+
 class MessageRoutes:
-    """Of one frontend."""
+    routes = OfClass(Group.GENERATION)
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader) -> None:
         self._backend, self._generation, self._reader = backend, generation, reader
 
-    @route(
-        "/v1/messages",
-        "Answer a conversation, by Anthropic's API.",
-        answers=schema.MessagesResponse,
-        body=schema.MessagesRequest,
-        parameters=NAMED,
-        streams=True,
-        error=schema.MessagesErrorResponse,
-        group=Group.GENERATION,
-    )
+    @_route("/v1/messages", "", schema.MessagesResponse, schema.MessagesRequest, parameters=NAMED, streams=True)
     async def messages(self, request: Request) -> HttpResponse:
+        """Answer a conversation, by Anthropic's API."""
         read = await self._reader.read(request, self._messages)
         return await self._generation.answer(request, read, "msg_", MESSAGES)
 
@@ -49,15 +44,9 @@ class MessageRoutes:
         refuse_last_id(request.headers.get(LAST_ID, ""))
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
-    @route(
-        "/v1/messages/count_tokens",
-        "The tokens that a conversation has, by Anthropic's API.",
-        answers=schema.CountTokensResponse,
-        body=schema.CountTokensRequest,
-        error=schema.MessagesErrorResponse,
-        group=Group.TEXT,
-    )
+    @_route("/v1/messages/count_tokens", "", schema.CountTokensResponse, schema.CountTokensRequest, group=Group.TEXT)
     async def count_tokens(self, request: Request) -> HttpResponse:
+        """The tokens that a conversation has, by Anthropic's API."""
         parsed_request, _ = await self._reader.read(
             request, lambda _, raw: self._read(raw, schema.CountTokensRequest, counts=True)
         )

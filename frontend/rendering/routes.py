@@ -57,25 +57,15 @@ class Rendering:
 
     # --- render ---
 
-    @route(
-        "/v1/chat/completions/render",
-        "What a conversation asks of POST /inference/v1/generate.",
-        answers=RenderedRequest,
-        body=ChatRequest,
-    )
+    @route("/v1/chat/completions/render", answers=RenderedRequest, body=ChatRequest)
     async def chat(self, request: Request) -> HttpResponse:
-        """POST /v1/chat/completions/render."""
+        """What a conversation asks of POST /inference/v1/generate."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.chat)
         return json_response((await self._rendered(request, parsed_request, model, "chatcmpl-"))[0])
 
-    @route(
-        "/v1/completions/render",
-        "What each prompt asks of POST /inference/v1/generate.",
-        answers=GenericAlias(list, (RenderedRequest,)),
-        body=CompletionRequest,
-    )
+    @route("/v1/completions/render", answers=GenericAlias(list, (RenderedRequest,)), body=CompletionRequest)
     async def completion(self, request: Request) -> HttpResponse:
-        """POST /v1/completions/render."""
+        """What each prompt asks of POST /inference/v1/generate."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.completion)
         return json_response(await self._rendered(request, parsed_request, model, "cmpl-"))
 
@@ -110,14 +100,9 @@ class Rendering:
 
     # --- derender ---
 
-    @route(
-        "/v1/chat/completions/derender",
-        "A conversation's answer, of its token ids.",
-        answers=responses.ChatCompletionResponse,
-        body=DerenderChatRequest,
-    )
+    @route("/v1/chat/completions/derender", "", responses.ChatCompletionResponse, DerenderChatRequest)
     async def derender_chat(self, request: Request) -> HttpResponse:
-        """POST /v1/chat/completions/derender."""
+        """A conversation's answer, of its token ids."""
         body, parsed_request = await self._reader.read(request, self._derender_chat)
         return await self._derendered(
             request, parsed_request, [body.generate_response], [body.prompt_tokens or 0], body.model
@@ -131,14 +116,9 @@ class Rendering:
         parsed_request = derender.plain(parsed_request) if body.chat_request is None else parsed_request
         return body, derender.checked(parsed_request, [body.generate_response], self._backend.resolved.max_model_len)
 
-    @route(
-        "/v1/completions/derender",
-        "A completion's answer, of its token ids.",
-        answers=responses.CompletionResponse,
-        body=DerenderCompletionRequest,
-    )
+    @route("/v1/completions/derender", answers=responses.CompletionResponse, body=DerenderCompletionRequest)
     async def derender_completion(self, request: Request) -> HttpResponse:
-        """POST /v1/completions/derender."""
+        """A completion's answer, of its token ids."""
         body, parsed_request = await self._reader.read(request, self._derender_completion)
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
         return await self._derendered(request, parsed_request, body.generate_responses, counts, body.model)
@@ -182,16 +162,9 @@ class Rendering:
 
     # --- generation ---
 
-    @route(
-        "/inference/v1/generate",
-        "Token ids in, token ids out.",
-        answers=GenerateResponse,
-        body=GenerateRequest,
-        parameters=GENERATES,
-        streams=True,
-    )
+    @route("/inference/v1/generate", "", GenerateResponse, GenerateRequest, parameters=GENERATES, streams=True)
     async def generate(self, request: Request) -> HttpResponse:
-        """POST /inference/v1/generate."""
+        """Token ids in, token ids out."""
         read = await self._reader.read(request, self._generate)
         return await self._generation.answer(request, read, "", tokens.TOKENS)
 
@@ -207,15 +180,9 @@ class Rendering:
             parsed_request = parsed_request.with_mesh(max_tokens=None)
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
-    @route(
-        "/v1/chat/completions/batch",
-        "Answer several conversations; a choice is one's answer.",
-        answers=responses.ChatCompletionResponse,
-        body=BatchChatRequest,
-        parameters=GENERATES,
-    )
+    @route("/v1/chat/completions/batch", "", responses.ChatCompletionResponse, BatchChatRequest, parameters=GENERATES)
     async def batch(self, request: Request) -> HttpResponse:
-        """POST /v1/chat/completions/batch."""
+        """Answer several conversations; a choice is one's answer."""
         read = await self._reader.read(request, self._batch)
         return await self._generation.answer(request, read, "chatcmpl-", BATCH)
 

@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.http.errors import field_error
-from meshlm.frontend.http.operation import NAMED, Group, route
+from meshlm.frontend.http.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.openai import limits, prompts
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.responses import WholeResponse
@@ -138,21 +138,14 @@ class ScoringResponse(WholeResponse):
 
 
 class Scoring:
-    """The route."""
+    routes = OfClass(Group.GENERATION)
 
     def __init__(self, resolved: Resolved, generation: Generation, reader: RequestReader) -> None:
         self._resolved, self._generation, self._reader = resolved, generation, reader
 
-    @route(
-        "/generative_scoring",
-        "How likely each item goes on with a certain token.",
-        answers=GenerativeScoringResponse,
-        body=GenerativeScoringRequest,
-        parameters=NAMED,
-        group=Group.GENERATION,
-    )
+    @route("/generative_scoring", answers=GenerativeScoringResponse, body=GenerativeScoringRequest, parameters=NAMED)
     async def score(self, request: Request) -> HttpResponse:
-        """POST /generative_scoring."""
+        """How likely each item goes on with a certain token."""
         read, apply_softmax = await self._reader.read(request, self._read)
         form = Form(partial(ScoringResponse, apply_softmax=apply_softmax), StreamResponse)
         return await self._generation.answer(request, read, "generative-scoring-", form)

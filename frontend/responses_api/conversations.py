@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError, field_error
-from meshlm.frontend.http.operation import STORED, Group, OfClass, Parameter, route
+from meshlm.frontend.http.operation import Group, OfClass, route
 from meshlm.frontend.responses_api import items, listing, schema, shelf, translate
 from meshlm.frontend.responses_api.listing import key_of
 from meshlm.frontend.responses_api.records import CONVERSATION, Conversation
@@ -22,10 +22,10 @@ from meshlm.frontend.responses_api.schema import ConversationRequest, ItemsReque
 Json = dict[str, Any]
 Body = TypeVar("Body", bound=msgspec.Struct)
 Read = Callable[[Request, Callable[[Request, bytes], Any]], Awaitable[Any]]
-_CONVERSATION = Parameter("conversation_id", "path", {"type": "string", "minLength": 1}, "The id of a conversation.")
-_ITEM = Parameter("item_id", "path", {"type": "string", "minLength": 1}, "The id of an item.")
+_ALL, _ONE = "/v1/conversations", "/v1/conversations/{conversation_id}"
+_ITEMS, _ITEM = f"{_ONE}/items", f"{_ONE}/items/{{item_id}}"
 MAX_ADDED = 20  # items in one request: OpenAI's
-_conversation = partial(route, errors=STORED, parameters=(_CONVERSATION,))
+_route = partial(route, answers=schema.ConversationResponse, errors=(500,))
 
 
 class ConversationRoutes:
@@ -36,14 +36,9 @@ class ConversationRoutes:
     def __init__(self, stored: shelf.Shelf, read: Read, ignored: Callable[[tuple[str, ...], str], None]) -> None:
         self._shelf, self._read, self._ignored = stored, read, ignored
 
-    @route(
-        "/v1/conversations",
-        "Begin a conversation to which responses add their items.",
-        answers=schema.ConversationResponse,
-        body=schema.ConversationRequest,
-        errors=(*STORED, 413),
-    )
+    @_route(_ALL, body=schema.ConversationRequest)
     async def create(self, request: Request) -> HttpResponse:
+        """Begin a conversation to which responses add their items."""
         body = await self._body(request, ConversationRequest)
         if self._shelf.path is None:
             raise HttpError(400, "this server stores no conversations (--responses-store)")
@@ -55,19 +50,14 @@ class ConversationRoutes:
         await self._shelf.put_conversation(new, added)
         return _shown(new)
 
-    @_conversation("/v1/conversations/{conversation_id}", "A conversation.", answers=schema.ConversationResponse)
+    @_route(_ONE)
     async def retrieve(self, request: Request) -> HttpResponse:
+        """A conversation."""
         return _shown(await self._find(request))
 
-    @route(
-        "/v1/conversations/{conversation_id}",
-        "Give a conversation other metadata.",
-        answers=schema.ConversationResponse,
-        body=schema.MetadataRequest,
-        errors=(*STORED, 413),
-        parameters=(_CONVERSATION,),
-    )
+    @_route(_ONE, body=schema.MetadataRequest)
     async def update(self, request: Request) -> HttpResponse:
+        """Give a conversation other metadata."""
         body = await self._body(request, MetadataRequest)
         translate.check_metadata(body.metadata)
         found = await self._find(request)
@@ -75,67 +65,41 @@ class ConversationRoutes:
         await self._shelf.put_conversation(found, [])
         return _shown(found)
 
-    @_conversation(
-        "/v1/conversations/{conversation_id}",
-        "Forget a conversation and its items.",
-        answers=schema.DeletedConversation,
-        methods=("DELETE",),
-    )
+    @_route(_ONE, answers=schema.DeletedConversation, methods=("DELETE",))
     async def delete(self, request: Request) -> HttpResponse:
+        """Forget a conversation and its items."""
         found = await self._find(request)
         await self._shelf.delete_conversation(found.id)
         return json_response({"id": found.id, "object": "conversation.deleted", "deleted": True})
 
-    @route(
-        "/v1/conversations/{conversation_id}/items",
-        "Its items, the newest first.",
-        answers=schema.InputItems,
-        errors=STORED,
-        parameters=(_CONVERSATION, *listing.PAGE),
-    )
+    @_route(_ITEMS, answers=schema.InputItems, parameters=listing.PAGE)
     async def list_items(self, request: Request) -> HttpResponse:
+        """Its items, the newest first."""
         found = await self._find(request)
         content = listing.page(await self._shelf.items(found.id), request.query_params)
         return HttpResponse(content, media_type="application/json")
 
-    @route(
-        "/v1/conversations/{conversation_id}/items",
-        "Add items at its end.",
-        answers=schema.InputItems,
-        body=schema.ItemsRequest,
-        errors=(*STORED, 413),
-        parameters=(_CONVERSATION,),
-    )
+    @_route(_ITEMS, answers=schema.InputItems, body=schema.ItemsRequest)
     async def add_items(self, request: Request) -> HttpResponse:
+        """Add items at its end."""
         body = await self._body(request, ItemsRequest)
         found = await self._find(request)
         added = _checked(body.items, f"{found.id} {uuid.uuid4().hex}")
         await self._shelf.put_conversation(found, added)
         return HttpResponse(listing.listed(added, more=False), media_type="application/json")
 
-    @route(
-        "/v1/conversations/{conversation_id}/items/{item_id}",
-        "One of its items.",
-        answers="application/json",
-        errors=STORED,
-        parameters=(_CONVERSATION, _ITEM),
-    )
+    @_route(_ITEM, answers="application/json")
     async def item(self, request: Request) -> HttpResponse:
+        """One of its items."""
         found, item_id = await self._find(request), request.path_params["item_id"]
         for item in await self._shelf.items(found.id):
             if item["id"] == item_id:
                 return json_response(item)
         raise _no_item(item_id)
 
-    @route(
-        "/v1/conversations/{conversation_id}/items/{item_id}",
-        "Take an item out of it.",
-        answers=schema.ConversationResponse,
-        methods=("DELETE",),
-        errors=STORED,
-        parameters=(_CONVERSATION, _ITEM),
-    )
+    @_route(_ITEM, methods=("DELETE",))
     async def delete_item(self, request: Request) -> HttpResponse:
+        """Take an item out of it."""
         found, item_id = await self._find(request), request.path_params["item_id"]
         if not await self._shelf.delete_item(found.id, item_id):
             raise _no_item(item_id)

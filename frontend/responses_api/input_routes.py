@@ -15,7 +15,7 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.operation import NAMED, Group, route
+from meshlm.frontend.http.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.schema import ChatRequest
@@ -79,19 +79,19 @@ class CompactionFormat(TurnFormat):
 
 
 class InputRoutes:
-    """Of one frontend."""
+    routes = OfClass(Group.GENERATION)
 
     def __init__(self, backend: Backend, generation: Generation, reader: RequestReader, history: History) -> None:
         self._backend, self._generation, self._reader, self._history = backend, generation, reader, history
 
     @route(
         "/v1/responses/input_tokens",
-        "The tokens that the input of a response has.",
         answers=schema.InputTokensResponse,
         body=schema.InputTokensRequest,
         group=Group.TEXT,
     )
     async def input_tokens(self, request: Request) -> HttpResponse:
+        """The tokens that the input of a response has."""
         fields, unknown = await self._reader.read(request, self._read_counted)
         fields, before = await self._history.complete(fields, key_of(request))
         parsed_request = translate.asked(fields, unknown, before, self._backend, for_counting)
@@ -102,15 +102,9 @@ class InputRoutes:
             count = min(count, most)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
-    @route(
-        "/v1/responses/compact",
-        "Make a conversation shorter: the user's messages, and a summary of all of it.",
-        answers=CompactedResponse,
-        body=schema.CompactRequest,
-        parameters=NAMED,
-        group=Group.GENERATION,
-    )
+    @route("/v1/responses/compact", answers=CompactedResponse, body=schema.CompactRequest, parameters=NAMED)
     async def compact(self, request: Request) -> HttpResponse:
+        """Make a conversation shorter: the user's messages, and a summary of all of it."""
         fields, unknown, key = await self._reader.read(request, self._read_compacted)
         fields, before = await self._history.complete(fields, key_of(request))
         given = [*before, *items.listed(fields.input or [])]

@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError, field_error
-from meshlm.frontend.http.operation import NAMED, STORED, Group, OfClass, Parameter, route, switch
+from meshlm.frontend.http.operation import NAMED, Group, OfClass, Parameter, route, switch
 from meshlm.frontend.http.retry import LAST_ID, IdempotencyKey, refuse_last_id
 from meshlm.frontend.http.server import EventWriter
 from meshlm.frontend.openai import limits
@@ -42,13 +42,15 @@ from meshlm.frontend.responses_api.schema import ResponsesRequest
 from meshlm.protocol.config.server import STORE_OFF
 
 Json = dict[str, Any]
-_RESPONSE = Parameter("response_id", "path", {"type": "string", "minLength": 1}, "The id of a response.")
-_AFTER = Parameter(
-    "starting_after", "query", {"type": "integer", "minimum": 0}, "With stream: the number of the event before."
+_ALL, _ONE = "/v1/responses", "/v1/responses/{response_id}"
+_AFTER_TEXT = "With stream: the number of the event before."
+_EVENTS = (
+    switch("stream", "Its events, also those that are still to come."),
+    Parameter("starting_after", "query", {"type": "integer", "minimum": 0}, _AFTER_TEXT),
 )
 POLL_S = 0.2  # how often a stream looks for events that another frontend writes
 MAX_FOLLOWED = 1024  # streams of events that one frontend reads from the store
-_response = partial(route, errors=STORED, parameters=(_RESPONSE,))
+_route = partial(route, answers=schema.ResponsesResponse, errors=(500,))
 
 
 class Body(NamedTuple):
@@ -89,15 +91,9 @@ class ResponseRoutes:
 
     # --- create ---
 
-    @route(
-        "/v1/responses",
-        "Answer a conversation, by OpenAI's newer API.",
-        answers=schema.ResponsesResponse,
-        body=schema.ResponsesRequest,
-        parameters=NAMED,
-        streams=True,
-    )
+    @route(_ALL, "", schema.ResponsesResponse, schema.ResponsesRequest, parameters=NAMED, streams=True)
     async def create(self, request: Request) -> HttpResponse:
+        """Answer a conversation, by OpenAI's newer API."""
         body, idempotency_key = await self._reader.read(request, self._read)
         fields, key = body.fields, key_of(request)
         stores = self._stores(fields)
@@ -215,15 +211,9 @@ class ResponseRoutes:
 
     # --- what is stored ---
 
-    @route(
-        "/v1/responses/{response_id}",
-        "A response that is stored; of one in the background also its events.",
-        answers=schema.ResponsesResponse,
-        errors=STORED,
-        parameters=(_RESPONSE, switch("stream", "Its events, also those that are still to come."), _AFTER),
-        streams=True,
-    )
+    @_route(_ONE, parameters=_EVENTS, streams=True)
     async def retrieve(self, request: Request) -> HttpResponse:
+        """A response that is stored; of one in the background also its events."""
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         after = listing.number(request.query_params, "starting_after", -1)
         if not listing.truth(request.query_params, "stream"):
@@ -244,20 +234,17 @@ class ResponseRoutes:
             return stored.answer
         return msgspec.json.encode({**msgspec.json.decode(stored.answer), "status": stored.status})
 
-    @_response("/v1/responses/{response_id}", "Forget a response.", answers=schema.DeletedResponse, methods=("DELETE",))
+    @_route(_ONE, answers=schema.DeletedResponse, methods=("DELETE",))
     async def delete(self, request: Request) -> HttpResponse:
+        """Forget a response."""
         response_id = request.path_params["response_id"]
         await self._shelf.delete(response_id, key_of(request))
         self._background.lose(response_id)
         return _json(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
 
-    @_response(
-        "/v1/responses/{response_id}/cancel",
-        "End a response in the background.",
-        answers=schema.ResponsesResponse,
-        methods=("POST",),
-    )
+    @_route(f"{_ONE}/cancel", methods=("POST",))
     async def cancel(self, request: Request) -> HttpResponse:
+        """End a response in the background."""
         key = key_of(request)
         stored = await self._shelf.find(request.path_params["response_id"], key)
         if not stored.background:
@@ -272,14 +259,9 @@ class ResponseRoutes:
             raise field_error("response_id", f"this response is {stored.status} already")
         return _json(stored.answer)
 
-    @route(
-        "/v1/responses/{response_id}/input_items",
-        "The input of a response, the newest item first.",
-        answers=schema.InputItems,
-        errors=STORED,
-        parameters=(_RESPONSE, *listing.PAGE),
-    )
+    @_route(f"{_ONE}/input_items", answers=schema.InputItems, parameters=listing.PAGE)
     async def input_items(self, request: Request) -> HttpResponse:
+        """The input of a response, the newest item first."""
         stored = await self._shelf.find(request.path_params["response_id"], key_of(request))
         return _json(listing.page(msgspec.json.decode(stored.items), request.query_params))
 

@@ -19,7 +19,7 @@ from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.runtime.api_keys import ADMIN
 
-_TRACES = (404, 409, 503, 504)
+_TRACES = (404, 409, 504)
 _FORMAT = Parameter("config_format", "query", {"enum": ["text", "json"], "default": "text"}, "Of the configuration.")
 _MODE = Parameter("mode", "query", {"enum": ["abort", "wait", "keep"], "default": "abort"}, "What becomes of requests.")
 _LEVEL = Parameter(
@@ -34,6 +34,7 @@ _TAGS = Parameter(
     {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]}},
     "Of these alone; steps wait until both are there. scheduling: after level 0.",
 )
+_ALL_RANKS = switch("include_dp", "Of all data-parallel ranks.", default=True)
 Body = TypeVar("Body", bound=Struct)
 post_route = partial(route, methods=("POST",))
 trace_route = partial(post_route, answers=responses.Traces, errors=_TRACES, group=Group.ANY)
@@ -56,7 +57,7 @@ class OperatorRoutes:
     @post_route(
         "/reset_prefix_cache",
         answers=responses.Reset,
-        errors=(400, 503, 504),
+        errors=(504,),
         parameters=(
             switch("reset_running_requests", "Compute those that run anew; otherwise success is false while some do."),
             switch("reset_external", "Refused: there is no other prefix cache than the workers'."),
@@ -69,7 +70,7 @@ class OperatorRoutes:
     @post_route(
         "/pause",
         answers=responses.Paused,
-        errors=(400, 409, 503, 504),
+        errors=(409, 504),
         parameters=(
             _MODE,
             switch("clear_cache", "With abort and wait: POST /reset_prefix_cache, too.", default=True),
@@ -80,31 +81,26 @@ class OperatorRoutes:
         """Compute no step until POST /resume."""
         return json_response(await operations.pause(self._backend.operations, request.query_params))
 
-    @post_route("/resume", "Compute steps again.", responses.Paused, errors=(409, 503, 504))
+    @post_route("/resume", "Compute steps again.", responses.Paused, errors=(409, 504))
     async def resume(self, request: Request) -> HttpResponse:
         return json_response(await operations.resume(self._backend.operations))
 
-    @post_route("/sleep", errors=(400, *_TRACES), parameters=(_LEVEL, _MODE))
+    @post_route("/sleep", errors=_TRACES, parameters=(_LEVEL, _MODE))
     async def sleep(self, request: Request) -> HttpResponse:
         """Give the memory of weights and KV cache back until POST /wake_up (--enable-sleep-mode)."""
         await operations.sleep(self._backend.operations, request.query_params)
         return HttpResponse()
 
-    @post_route("/wake_up", "Take the memory again, and compute steps.", errors=(400, *_TRACES), parameters=(_TAGS,))
+    @post_route("/wake_up", "Take the memory again, and compute steps.", errors=_TRACES, parameters=(_TAGS,))
     async def wake_up(self, request: Request) -> HttpResponse:
         await operations.wake_up(self._backend.operations, request.query_params.getlist("tags"))
         return HttpResponse()
 
-    @route("/is_sleeping", "Whether it sleeps, at whatever level.", responses.IsSleeping, errors=(404, 503))
+    @route("/is_sleeping", "Whether it sleeps, at whatever level.", responses.IsSleeping, errors=(404,))
     async def is_sleeping(self, request: Request) -> HttpResponse:
         return json_response(await operations.is_sleeping(self._backend.operations))
 
-    @route(
-        "/get_world_size",
-        answers=responses.WorldSize,
-        errors=(400, 503),
-        parameters=(switch("include_dp", "Of all data-parallel ranks.", default=True),),
-    )
+    @route("/get_world_size", answers=responses.WorldSize, parameters=(_ALL_RANKS,))
     async def get_world_size(self, request: Request) -> HttpResponse:
         """The number of workers."""
         return json_response(operations.world_size(self._backend.config, request.query_params))
@@ -117,24 +113,19 @@ class OperatorRoutes:
     async def settings(self, request: Request) -> HttpResponse:
         return json_response(operations.settings(self._backend.config))
 
-    @route("/settings", answers=schema.Settings, body=schema.Settings, errors=(400, 413, 503), group=Group.ANY)
+    @route("/settings", answers=schema.Settings, body=schema.Settings, errors=(400,), group=Group.ANY)
     async def change_settings(self, request: Request) -> HttpResponse:
         """Change some of them, in all processes."""
         body = await self._body(request, schema.Settings)
         return json_response(operations.change_settings(self._backend.operations, body))
 
-    @route("/abort_requests", answers=responses.Aborted, body=schema.AbortRequest, errors=(400, 409, 413, 503, 504))
+    @route("/abort_requests", answers=responses.Aborted, body=schema.AbortRequest, errors=(409, 504))
     async def abort_requests(self, request: Request) -> HttpResponse:
         """End requests, whose answers have the finish_reason abort."""
         body = await self._body(request, schema.AbortRequest)
         return json_response(await operations.abort_requests(self._backend.operations, tuple(body.request_ids or ())))
 
-    @route(
-        "/collective_rpc",
-        answers=responses.RpcResults,
-        body=schema.CollectiveRpcRequest,
-        errors=(400, 404, 413, 503, 504),
-    )
+    @route("/collective_rpc", answers=responses.RpcResults, body=schema.CollectiveRpcRequest, errors=(404, 504))
     async def collective_rpc(self, request: Request) -> HttpResponse:
         """Call a method of --worker-extension-cls in every worker."""
         body = await self._body(request, schema.CollectiveRpcRequest)
@@ -145,23 +136,23 @@ class OperatorRoutes:
         "Have another number of data-parallel ranks, while the mesh serves; answers when that is done. 409 where they share experts.",
         responses.Scaled,
         schema.ScaleRequest,
-        errors=(400, 409, 413, 500, 503, 504),
+        errors=(409, 500, 504),
     )
     async def scale_elastic_ep(self, request: Request) -> HttpResponse:
         body = await self._body(request, schema.ScaleRequest)
         return json_response(await operations.scale(self._backend.operations, body))
 
-    @post_route("/is_scaling_elastic_ep", answers=responses.IsScaling, errors=(503, 504))
+    @post_route("/is_scaling_elastic_ep", answers=responses.IsScaling, errors=(504,))
     async def is_scaling_elastic_ep(self, request: Request) -> HttpResponse:
         """Whether ranks are being added or removed."""
         return json_response(await operations.is_scaling(self._backend.operations))
 
-    @post_route("/rebalance_experts", answers=responses.Reset, errors=(503, 504))
+    @post_route("/rebalance_experts", answers=responses.Reset, errors=(504,))
     async def rebalance_experts(self, request: Request) -> HttpResponse:
         """Move experts before the next step of all ranks (--enable-eplb), by what was counted of late."""
         return json_response(await operations.rebalance_experts(self._backend.operations))
 
-    @route("/server_info", answers=responses.ServerInfo, errors=(400, 503), parameters=(_FORMAT,))
+    @route("/server_info", answers=responses.ServerInfo, parameters=(_FORMAT,))
     async def server_info(self, request: Request) -> HttpResponse:
         """The configuration, the environment and the versions."""
         return json_response(await asyncio.to_thread(information.server, self._backend.config, request.query_params))

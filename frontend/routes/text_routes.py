@@ -8,7 +8,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.endpoint import json_response
-from meshlm.frontend.http.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, Parameter, route
+from meshlm.frontend.http.operation import ANY_KEY, GENERATES, METRICS, TEXT, Group, route
 from meshlm.frontend.observe import information
 from meshlm.frontend.openai import limits, prompts, schema
 from meshlm.frontend.openai import response_schema as responses
@@ -19,8 +19,8 @@ from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, Tokenize
 from meshlm.protocol.wire.columns import pack_i32
 
-_MODEL = Parameter("model", "path", {"type": "string", "minLength": 1}, "One of the served names.")
 _PROBE = "For load balancers; needs no key."
+probe = partial(route, is_open=True, is_probe=True)
 text_route = partial(route, parameters=GENERATES, streams=True, group=Group.GENERATION)
 
 
@@ -83,9 +83,7 @@ class InformationRoutes:
         entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
         return json_response({"object": "list", "data": entries})
 
-    @route(
-        "/v1/models/{model}", answers=responses.ModelCard, errors=(404, 503), parameters=(_MODEL,), key_scope=ANY_KEY
-    )
+    @route("/v1/models/{model}", answers=responses.ModelCard, key_scope=ANY_KEY)
     async def model(self, request: Request) -> HttpResponse:
         """One of them."""
         if not (name := request.path_params["model"]):  # a slash too many
@@ -107,19 +105,12 @@ class InformationRoutes:
         stats = await self._backend.operations.fresh_stats()
         return HttpResponse(await self._backend.observer.scrape(stats), media_type=METRICS)
 
-    @route("/health", f"200 while the process lives. {_PROBE}", is_open=True, is_probe=True)
-    @route("/ping", "As /health, for SageMaker.", methods=("GET", "POST"), is_open=True, is_probe=True)
+    @probe("/health", f"200 while the process lives. {_PROBE}")
+    @probe("/ping", "As /health, for SageMaker.", methods=("GET", "POST"))
     async def health(self, request: Request) -> HttpResponse:
         return HttpResponse()
 
-    @route(
-        "/ready",
-        f"503 with the reason while requests cannot be served. {_PROBE}",
-        TEXT,
-        plain_errors=(503,),
-        is_open=True,
-        is_probe=True,
-    )
+    @probe("/ready", f"503 with the reason while requests cannot be served. {_PROBE}", TEXT, plain_errors=(503,))
     async def ready(self, request: Request) -> HttpResponse:
         reason = self._backend.readiness.not_ready_reason() or self._backend.readiness.blocked()
         return HttpResponse(reason, 503 if reason else 200, media_type="text/plain")

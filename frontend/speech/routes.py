@@ -49,16 +49,14 @@ class SpeechRoutes:
         server = backend.config.server
         self._decoder = AudioDecoder(server.max_audio_bytes, server.max_audio_seconds)
 
-    @clip_route(
-        "/v1/audio/transcriptions", "Write down what is said in an audio clip.", body=schema.TranscriptionRequest
-    )
+    @clip_route("/v1/audio/transcriptions", body=schema.TranscriptionRequest)
     async def transcriptions(self, request: Request) -> HttpResponse:
+        """Write down what is said in an audio clip."""
         return await self._answer(request, "transcribe")
 
-    @clip_route(
-        "/v1/audio/translations", "Write down in English what is said in an audio clip.", body=schema.TranslationRequest
-    )
+    @clip_route("/v1/audio/translations", body=schema.TranslationRequest)
     async def translations(self, request: Request) -> HttpResponse:
+        """Write down in English what is said in an audio clip."""
         return await self._answer(request, "translate")
 
     async def _answer(self, request: Request, task: SpeechTask) -> HttpResponse:
