@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from meshlm.frontend.dashboard.feed import PERIOD_S, STALL_S, Feed, Watcher
 from meshlm.frontend.http.connection import EXTENSION
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.http.operation import EVENTS, HTML, Group, OfClass, Parameter, route
 from meshlm.frontend.http.web_pages import HEADERS, source
 from meshlm.protocol.dashboard import History
@@ -90,7 +90,7 @@ class DashboardRoutes:
             with contextlib.suppress(ValueError):
                 every_s = float(every)
             if not PERIOD_S <= every_s <= MAX_EVERY_S:
-                raise HttpError(400, f"every: seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}", "every")
+                raise field_error("every", f"seconds from {PERIOD_S:g} to {MAX_EVERY_S:g}")
         if request.method == "HEAD":
             return HttpResponse(media_type=EVENTS, headers=HEADERS)
         return _EventStream(self._shown.feed, self._shown.feed.join(every_s))

@@ -13,7 +13,7 @@ import msgspec
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, Response
@@ -45,7 +45,7 @@ LISTS = ("stop", "stop_token_ids")
 def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerConfig) -> ParsedRequest:
     for name, why in NOT_SUPPORTED.items():
         if _is_set(request, name):
-            raise HttpError(400, f"{name}: {why}", name)
+            raise field_error(name, f"{why}")
     wanted = {**_sampling(request.sampling_params), **_prompt(request, resolved), **_name(request.request_id)}
     body, unknown = bodies.decode(msgspec.json.encode(wanted), CompletionRequest, longest=resolved.max_model_len)
     parsed_request = parse.completion(body, unknown, resolved, server)
@@ -58,7 +58,7 @@ def embedding(request: pb.EmbedRequest, config: MeshConfig) -> ParsedRequest:
     assert config.resolved is not None
     ids = request.tokenized.input_ids
     if not ids:
-        raise HttpError(400, "tokenized: give at least one token id", "tokenized")
+        raise field_error("tokenized", "give at least one token id")
     limits.check_num_ids(len(ids), False, config.resolved)
     body = msgspec.json.encode({"input": list(ids), **_name(request.request_id)})
     asked, unknown = bodies.decode(body, EmbeddingRequest, longest=config.resolved.max_model_len)
@@ -75,7 +75,7 @@ def dp_rank(request: pb.GenerateRequest) -> int:
         return -1
     rank = int(request.data_parallel_rank)
     if rank < 0:
-        raise HttpError(400, "data_parallel_rank: it must be at least 0", "data_parallel_rank")
+        raise field_error("data_parallel_rank", "it must be at least 0")
     return rank
 
 
@@ -86,7 +86,7 @@ def _prompt(request: pb.GenerateRequest, resolved: Resolved) -> dict[str, Any]:
             return {"prompt": list(request.tokenized.input_ids)}
         case "text":
             return {"prompt": request.text}
-    raise HttpError(400, "input: give tokenized or text", "input")
+    raise field_error("input", "give tokenized or text")
 
 
 def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _sampling(params: pb.SamplingParams) -> dict[str, Any]:
     found |= {name: list(getattr(params, name)) for name in LISTS if getattr(params, name)}
     for name, value in found.items():
         if isinstance(value, float) and not math.isfinite(value):  # JSON would have no word for it
-            raise HttpError(400, f"{name}: {value} is no number", name)
+            raise field_error(name, f"{value} is no number")
     if params.logit_bias:
         found["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     return found | _constraint(params)
@@ -111,7 +111,7 @@ def _constraint(params: pb.SamplingParams) -> dict[str, Any]:
     kind = params.WhichOneof("constraint")
     if kind is None:
         if params.grammar_from_first_token:
-            raise HttpError(400, "grammar_from_first_token: there is no grammar", "grammar_from_first_token")
+            raise field_error("grammar_from_first_token", "there is no grammar")
         return {}
     value: Any = getattr(params, kind)
     if kind == "choice":

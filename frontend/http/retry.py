@@ -46,10 +46,10 @@ def read(keys: Sequence[str], last_id: str, path: str, api_key: str, body: bytes
     if not keys:
         return None
     if len(keys) > 1:
-        raise HttpError(400, f"{KEY}: this header is given {len(keys)} times; give it once", KEY)
+        raise field_error(KEY, f"this header is given {len(keys)} times; give it once")
     (key,) = keys
     if not 1 <= len(key) <= MAX_KEY_LENGTH or not (key.isascii() and key.isprintable()):
-        raise HttpError(400, f"{KEY}: must be 1 to {MAX_KEY_LENGTH} printable ASCII characters", KEY)
+        raise field_error(KEY, f"must be 1 to {MAX_KEY_LENGTH} printable ASCII characters")
     name = hashlib.sha256(joined(path.encode(), api_key.encode(), key.encode())).hexdigest()[:32]
     return IdempotencyKey(name, _digest(fields_of(body)), last_id)
 
@@ -90,12 +90,12 @@ def parse(last_id: str, num_choices: int) -> Position:
     vector, dot, last = last_id.partition(".")
     entries = vector.split("-")
     if len(entries) != num_choices or (dot and last not in ("u", "d")):
-        raise HttpError(400, f"{LAST_ID}: {last_id[:40]!r} is no event of this stream", LAST_ID)
+        raise field_error(LAST_ID, f"{last_id[:40]!r} is no event of this stream")
     choices: list[tuple[int, bool] | None] = []
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
         if entry and match is None:
-            raise HttpError(400, f"{LAST_ID}: {last_id[:40]!r} is no event of this stream", LAST_ID)
+            raise field_error(LAST_ID, f"{last_id[:40]!r} is no event of this stream")
         choices.append((int(match[1]), bool(match[2])) if match else None)
     return Position(choices, ("", "u", "d").index(last))
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import field_error
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.json_files import read_json
@@ -30,7 +30,7 @@ def server(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
     """The configuration without its keys, the environment's MESHLM_ variables, and the versions."""
     wanted = query.get("config_format", "text")
     if wanted not in ("text", "json"):
-        raise HttpError(400, "config_format: must be text or json", "config_format")
+        raise field_error("config_format", "must be text or json")
     from importlib import metadata  # 20 ms, which the start does not need
 
     versions: dict[str, str | int | None] = {

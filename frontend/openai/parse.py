@@ -277,8 +277,8 @@ def _check_common(request: Common, num_prompts: int, num_choices: int) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise HttpError(400, "prompt_logprobs are not available with stream: true", "prompt_logprobs")
     if num_prompts * num_choices > MAX_SEQUENCES:
-        text = f"n: {num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
-        raise HttpError(400, text, "n")
+        text = f"{num_prompts} prompts with {num_choices} choices each are more than {MAX_SEQUENCES} in one request"
+        raise field_error("n", text)
 
 
 def _at_most(limit: int | None, wanted: int | None) -> int | None:

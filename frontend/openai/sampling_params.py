@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Common
 from meshlm.protocol import samplers
 from meshlm.protocol.config import Resolved
@@ -69,8 +69,8 @@ def _repetition_detection(request: Common) -> RepetitionDetection | None:
 def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
     """The arguments of logits processors, whose classes are asked later (generation.py)."""
     if given and not resolved.logits_processors:
-        text = "vllm_xargs: the server has no logits processors that would read them (--logits-processors)"
-        raise HttpError(400, text, "vllm_xargs")
+        text = "the server has no logits processors that would read them (--logits-processors)"
+        raise field_error("vllm_xargs", text)
     if len(msgspec.json.encode(given)) > MAX_XARGS_BYTES:
         raise field_error("vllm_xargs", f"at most {MAX_XARGS_BYTES} bytes")
     return given

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.schema import CollectiveRpcRequest, ScaleRequest, Settings
 from meshlm.protocol import operations as ops
 from meshlm.protocol.config import MeshConfig
@@ -139,7 +139,7 @@ async def pause(backend: MeshOperations, query: Mapping[str, str]) -> dict[str, 
     answers, and the others wait; with keep all go on then."""
     mode, clears = query.get("mode", "abort"), _switch(query, "clear_cache", "true")
     if mode not in ("abort", "wait", "keep"):
-        raise HttpError(400, "mode: must be 'abort', 'wait' or 'keep'", "mode")
+        raise field_error("mode", "must be 'abort', 'wait' or 'keep'")
     if _switch(query, "wait_for_inflight_requests"):  # its older name
         mode = "wait"
     await _done(backend, ops.Pause(abort=mode == "abort", wait=mode == "wait"))
@@ -187,7 +187,7 @@ async def sleep(backend: MeshOperations, query: Mapping[str, str]) -> None:
     _needs_sleep_mode(backend)
     level = query.get("level", "1")
     if level not in ("0", "1", "2"):
-        raise HttpError(400, "level: must be 0, 1 or 2", "level")
+        raise field_error("level", "must be 0, 1 or 2")
     await pause(backend, {"mode": query.get("mode", "abort"), "clear_cache": "false" if level != "0" else "true"})
     if level != "0":
         await _done(backend, ops.Sleep(int(level)))
@@ -198,7 +198,7 @@ async def wake_up(backend: MeshOperations, tags: list[str]) -> None:
     _needs_sleep_mode(backend)
     for tag in tags:
         if tag not in (*TAGS, SCHEDULING):
-            raise HttpError(400, f"tags: must be {', '.join(TAGS)} or {SCHEDULING}", "tags")
+            raise field_error("tags", f"must be {', '.join(TAGS)} or {SCHEDULING}")
     wanted = tuple(tag for tag in tags if tag != SCHEDULING)
     if wanted or not tags:
         await _done(backend, ops.WakeUp(wanted))

@@ -4,7 +4,7 @@ import re
 from array import array
 from collections.abc import Mapping, Sequence
 
-from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_schema import ChatCompletionLogProb, ChatCompletionLogProbsContent
 from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
@@ -33,8 +33,7 @@ def checked(parsed_request: ParsedRequest, found: Sequence[Generated], context: 
     """The request as its answer is read. HttpError where there is more than a request can have, or what token ids do not tell."""
     choices = [choice for one in found for choice in one.choices]
     if not choices or len(choices) > MAX_SEQUENCES:
-        text = f"choices: {len(choices)}; one answer has 1 to {MAX_SEQUENCES}"
-        raise HttpError(400, text, "choices")
+        raise field_error("choices", f"{len(choices)}; one answer has 1 to {MAX_SEQUENCES}")
     if not all(choice.token_ids for choice in choices):
         raise field_error("token_ids", "a choice needs one token at least")
     if any(len(choice.token_ids or ()) > context for choice in choices):

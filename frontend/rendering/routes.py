@@ -203,8 +203,7 @@ class Rendering:
         if any(
             parsed_request.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for parsed_request in parsed_requests
         ):
-            text = "continue_final_message: the conversations' last messages are not the same"
-            raise HttpError(400, text, "continue_final_message")
+            raise field_error("continue_final_message", "the conversations' last messages are not the same")
         parsed_request = first.with_mesh(prompts=[parsed_request.mesh.prompts[0] for parsed_request in parsed_requests])
         limits.check(
             parsed_request.mesh.prompts,

@@ -39,19 +39,17 @@ class History:
                 return found
             stored = await self._shelf.find(name, key, "previous_response_id")
             if stored.lease is not None:
-                text = f"previous_response_id: the response {name[:80]!r} is still computed"
-                raise HttpError(400, text, "previous_response_id")
+                raise field_error("previous_response_id", f"the response {name[:80]!r} is still computed")
             if stored.previous.startswith(CONVERSATION):
-                text = f"previous_response_id: the response {name[:80]!r} is of a conversation; name that instead"
-                raise HttpError(400, text, "previous_response_id")
+                text = f"the response {name[:80]!r} is of a conversation; name that instead"
+                raise field_error("previous_response_id", text)
             output = msgspec.json.decode(stored.answer)["output"]
             size += len(stored.items) + len(stored.answer)
             if size > 6 * most:
                 break
             found = [*msgspec.json.decode(stored.items), *output, *found]
             name = stored.previous
-        text = "previous_response_id: the conversation is too long"
-        raise HttpError(400, text, "previous_response_id")
+        raise field_error("previous_response_id", "the conversation is too long")
 
     async def _with_items(self, fields: ResponsesRequest, before: list[Json], key: str) -> ResponsesRequest:
         """The request with the items that it refers to, of the conversation or of other responses, in the places of the references."""

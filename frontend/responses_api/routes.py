@@ -221,8 +221,7 @@ class ResponseRoutes:
                 raise HttpError(400, "starting_after needs stream=true", "starting_after")
             return _json(self._now(stored))
         if not stored.background:
-            text = "stream: only a response in the background can be streamed once more"
-            raise HttpError(400, text, "stream")
+            raise field_error("stream", "only a response in the background can be streamed once more")
         return await self._follow(request, stored.id, after)
 
     def _now(self, stored: Stored) -> bytes:

@@ -99,8 +99,7 @@ def chat_request(request: ResponsesRequest, before: list[Json]) -> ChatRequest:
     if (form := request.text.format if request.text is not None else None) is not None:
         fields["response_format"] = _response_format(form)
         if request.structured_outputs is not None:
-            text = "structured_outputs: give either this or text.format"
-            raise HttpError(400, text, "structured_outputs")
+            raise field_error("structured_outputs", "give either this or text.format")
     return ChatRequest(**fields)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.extras import how_to_install
@@ -54,7 +54,7 @@ class AudioDecoder:
             answer = self._sandbox.run(data, self._limits, WALL_S)
         except ChildDied as died:
             if died.is_of_the_job:
-                raise HttpError(400, f"file: it cannot be decoded: {died.message}", "file") from None
+                raise field_error("file", f"it cannot be decoded: {died.message}") from None
             raise HttpError.of_kind(ErrorKind.OVERLOADED, f"file: {died.message}; try again", "file") from None
         except NoChild as failed:
             raise HttpError.of_kind(ErrorKind.OVERLOADED, f"file: {failed}; try again", "file") from None

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.speech.audio_decoder import DECODED, REFUSED, not_installed
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.runtime.sandbox.fork_server import Handle, answering
@@ -147,7 +147,7 @@ class _Decoding:
 
 
 def _refused(text: str) -> HttpError:
-    return HttpError(400, f"file: {text}", "file")
+    return field_error("file", f"{text}")
 
 
 def ranges(samples: Samples, seconds: int) -> Iterator[tuple[int, int]]:

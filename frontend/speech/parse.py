@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits, sampling_params
 from meshlm.frontend.openai.limits import MIN_PROMPT_BYTES
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
@@ -78,7 +78,7 @@ class _Parts:
         self._size += end - start
         if self._name != FILE and self._size > MAX_VALUE_BYTES:
             name = self._name[:40]
-            raise HttpError(400, f"{name}: more than {MAX_VALUE_BYTES} bytes in one field", name)
+            raise field_error(name, f"more than {MAX_VALUE_BYTES} bytes in one field")
         self._data.append(data[start:end])
 
     def part_end(self) -> None:
@@ -204,17 +204,17 @@ def body_of(fields: dict[str, Any], task: schema.SpeechTask) -> tuple[schema.Spe
     """The form as its Struct, and the names of fields that nobody knows."""
     for name in schema.NOT_SUPPORTED.keys() & fields.keys():
         if fields.pop(name) not in schema.ASKS_FOR_NOTHING.get(name, ()):
-            raise HttpError(400, f"{name}: {schema.NOT_SUPPORTED[name]}", name)
+            raise field_error(name, f"{schema.NOT_SUPPORTED[name]}")
     for name in schema.NEEDLESS:
         fields.pop(name, None)
     if task == "transcribe" and fields.pop("to_language", None):
         text = "a transcript is in the language of the audio; /v1/audio/translations gives English"
-        raise HttpError(400, f"to_language: {text}", "to_language")
+        raise field_error("to_language", f"{text}")
     if "vllm_xargs" in fields:
         try:
             fields["vllm_xargs"] = msgspec.json.decode(fields["vllm_xargs"])
         except (msgspec.DecodeError, TypeError) as error:
-            raise HttpError(400, f"vllm_xargs: is no JSON: {error}", "vllm_xargs") from None
+            raise field_error("vllm_xargs", f"is no JSON: {error}") from None
     return bodies.converted(fields, KINDS[task])
 
 
@@ -224,21 +224,20 @@ def transcription_of(body: schema.SpeechRequest, task: schema.SpeechTask, resolv
     assert speech is not None
     if body.stream and body.response_format in TIMED:
         text = f"{body.response_format} is not streamed; text and json are"
-        raise HttpError(400, f"response_format: {text}", "response_format")
+        raise field_error("response_format", f"{text}")
     for name in ("stream_include_usage", "stream_continuous_usage_stats"):
         if getattr(body, name) and not body.stream:
             raise HttpError(400, f"{name} needs stream: true", name)
     if "word" in body.timestamp_granularities:
         text = "word: the times of words are not supported; those of a segment are"
-        raise HttpError(400, f"timestamp_granularities: {text}", "timestamp_granularities")
+        raise field_error("timestamp_granularities", f"{text}")
     if body.timestamp_granularities and body.response_format != "verbose_json":
-        raise HttpError(400, "timestamp_granularities: needs response_format verbose_json", "timestamp_granularities")
+        raise field_error("timestamp_granularities", "needs response_format verbose_json")
     if body.prompt.strip() and speech.previous < 0:
-        raise HttpError(400, "prompt: this model takes no text of before", "prompt")
+        raise field_error("prompt", "this model takes no text of before")
     to_language = getattr(body, "to_language", None)
     if to_language not in (None, ENGLISH):
-        text = f"to_language: {to_language[:40]!r} is not supported; translations are English"
-        raise HttpError(400, text, "to_language")
+        raise field_error("to_language", f"{to_language[:40]!r} is not supported; translations are English")
     return Transcription(body, task, speech, _language(body.language, task, speech, resolved.served_names[0]))
 
 
@@ -247,15 +246,15 @@ def _language(given: str | None, task: schema.SpeechTask, speech: SpeechTokens, 
     code = (given or "").lower()
     if not speech.languages:
         if task == "translate":
-            raise HttpError(400, f"model: {model} knows English alone, and translates nothing", "model")
+            raise field_error("model", f"{model} knows English alone, and translates nothing")
         if code not in ("", ENGLISH):
-            raise HttpError(400, f"language: {code[:40]!r}: {model} knows English (en) alone", "language")
+            raise field_error("language", f"{code[:40]!r}: {model} knows English (en) alone")
         return ENGLISH
     if task not in speech.tasks:
-        raise HttpError(400, f"model: {model} has no token for the task {task}", "model")
+        raise field_error("model", f"{model} has no token for the task {task}")
     if code and code not in speech.languages:
         known = ", ".join(sorted(speech.languages))
-        raise HttpError(400, f"language: {code[:40]!r} is no language of {model}; it knows {known}", "language")
+        raise field_error("language", f"{code[:40]!r} is no language of {model}; it knows {known}")
     return code
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
@@ -49,7 +49,7 @@ def embeddings(body: schema.EncodingCommon, unknown: tuple[str, ...], config: Me
     spec = spec_of(_resolved(config), task)
     activation = body.use_activation if body.normalize is None else body.normalize
     if body.normalize is not None and body.use_activation not in (None, body.normalize):
-        raise HttpError(400, "normalize: it is use_activation's older name, which says otherwise", "normalize")
+        raise field_error("normalize", "it is use_activation's older name, which says otherwise")
     dimensions = _dimensions("dimensions", body.dimensions, spec, task)
     pool = spec.pool(task, activation=activation, dimensions=dimensions)
     return _asked(body, unknown, config, prompts_of(body, config), pool)
@@ -65,15 +65,15 @@ def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingT
     if wanted is None:
         return 0
     if task not in ("embed", "token_embed"):
-        raise HttpError(400, f"{name}: the task {task!r} has none", name)
+        raise field_error(name, f"the task {task!r} has none")
     if not spec.matryoshka:
         text = f"{name}: the model does not support Matryoshka embeddings, so they must be unset, not {wanted}"
         raise HttpError(400, text, name)
     if not 1 <= wanted <= spec.size:
-        raise HttpError(400, f"{name}: the model supports 1 to {spec.size}, got {wanted}", name)
+        raise field_error(name, f"the model supports 1 to {spec.size}, got {wanted}")
     if spec.matryoshka_dimensions and wanted not in spec.matryoshka_dimensions:
         some = ", ".join(map(str, spec.matryoshka_dimensions))
-        raise HttpError(400, f"{name}: the model supports {some}, got {wanted}", name)
+        raise field_error(name, f"the model supports {some}, got {wanted}")
     return wanted
 
 
@@ -82,7 +82,7 @@ def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
     resolved = _resolved(config)
     given, messages = body.input, body.messages
     if (given is None) == (messages is None):
-        raise HttpError(400, "input: give either input or messages", "input")
+        raise field_error("input", "give either input or messages")
     if given is not None and not _is_chat(given):
         add_special = body.add_special_tokens is not False
         truncates = bool(body.truncate_prompt_tokens) or chunked(resolved)
@@ -91,15 +91,15 @@ def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
     conversations = given if messages is None else messages
     assert isinstance(conversations, list)
     if not conversations:
-        raise HttpError(400, f"{name}: give at least one message", name)
+        raise field_error(name, "give at least one message")
     several = conversations if isinstance(conversations[0], list) else [conversations]
     if len(several) > MAX_PROMPTS:
-        raise HttpError(400, f"{name}: at most {MAX_PROMPTS} conversations", name)
+        raise field_error(name, f"at most {MAX_PROMPTS} conversations")
     kwargs = of_template(body.chat_template_kwargs or {}, config.server)
     found: list[Prompt] = []
     for one in several:
         if not isinstance(one, list) or not one or not all(isinstance(message, dict) for message in one):
-            raise HttpError(400, f"{name}: a conversation is a list of messages", name)
+            raise field_error(name, "a conversation is a list of messages")
         found.append(
             of_chat(
                 one,
@@ -126,7 +126,7 @@ def _of_input(given: Any, add_special: bool, resolved: Resolved, *, truncates: b
     many = isinstance(given, list) and (not given or not isinstance(given[0], int | float))
     items = given if many else [given]
     if not 1 <= len(items) <= MAX_PROMPTS:
-        raise HttpError(400, f"input: give 1 to {MAX_PROMPTS} inputs, got {len(items)}", "input")
+        raise field_error("input", f"give 1 to {MAX_PROMPTS} inputs, got {len(items)}")
     found: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
@@ -134,7 +134,7 @@ def _of_input(given: Any, add_special: bool, resolved: Resolved, *, truncates: b
             continue
         prompt = of_ids(item, resolved, truncates, "input")
         if prompt is None:
-            raise HttpError(400, "input: must be text, a list of token ids, or a list of either", "input")
+            raise field_error("input", "must be text, a list of token ids, or a list of either")
         found.append(prompt)
     return found
 
@@ -145,7 +145,7 @@ def pairs_of(body: schema.ScoreRequest) -> Pairs:
         one, other = getattr(body, first), getattr(body, second)
         if one is not None and other is not None:
             return _checked(one, other, first, second)
-    raise HttpError(400, "queries: give queries and documents, or text_1 and text_2", "queries")
+    raise field_error("queries", "give queries and documents, or text_1 and text_2")
 
 
 def pairs_of_rerank(body: schema.RerankRequest) -> Pairs:
@@ -155,8 +155,7 @@ def pairs_of_rerank(body: schema.RerankRequest) -> Pairs:
     for item in given:
         text = item.get("text") if isinstance(item, dict) else item
         if not isinstance(text, str):
-            text = "documents: each must be text, or an object with a text; images are not supported"
-            raise HttpError(400, text, "documents")
+            raise field_error("documents", "each must be text, or an object with a text; images are not supported")
         documents.append(text)
     return _checked([body.query], documents, "query", "documents")
 
@@ -165,11 +164,11 @@ def _checked(one: str | list[str], other: str | list[str], first: str, second: s
     queries, documents = ([given] if isinstance(given, str) else given for given in (one, other))
     if not queries or not documents:
         name = second if queries else first
-        raise HttpError(400, f"{name}: give at least one text", name)
+        raise field_error(name, "give at least one text")
     if len(queries) not in (1, len(documents)):
-        raise HttpError(400, f"{first}: there must be one, or as many as {second}: 1:1, 1:N or N:N", first)
+        raise field_error(first, f"there must be one, or as many as {second}: 1:1, 1:N or N:N")
     if len(documents) > MAX_PAIRS:
-        raise HttpError(400, f"{second}: at most {MAX_PAIRS} in one request", second)
+        raise field_error(second, f"at most {MAX_PAIRS} in one request")
     return Pairs(queries, documents)
 
 
@@ -182,18 +181,17 @@ def scoring(body: schema.ScoringCommon, pairs: Pairs, unknown: tuple[str, ...], 
         raise HttpError(400, "the model does not compare texts: that needs a classifier with one label, or embeddings")
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         if getattr(body, name) >= resolved.max_model_len:
-            raise HttpError(400, f"{name}: must be less than the model's context, {resolved.max_model_len}", name)
+            raise field_error(name, f"must be less than the model's context, {resolved.max_model_len}")
     if task != "classify":
         if body.max_tokens_per_query or body.max_tokens_per_doc:
-            raise HttpError(400, "max_tokens_per_doc: embeddings have truncate_prompt_tokens", "max_tokens_per_doc")
+            raise field_error("max_tokens_per_doc", "embeddings have truncate_prompt_tokens")
         texts: list[Prompt] = [TextPrompt(text) for text in (*pairs.queries, *pairs.documents)]
         return _asked(body, unknown, config, texts, spec.pool(task))
     kwargs = dict(body.chat_template_kwargs or {})
     if body.instruction is not None:
         kwargs.setdefault("instruction", body.instruction)
     if kwargs and not config.model.chat_template:
-        text = "instruction: it needs a server with --chat-template for queries and documents"
-        raise HttpError(400, text, "instruction")
+        raise field_error("instruction", "it needs a server with --chat-template for queries and documents")
     found = [
         _pair(pairs.queries[query], pairs.documents[document], body, kwargs, config)
         for query, document in pairs.indices
@@ -221,20 +219,19 @@ def _pair(query: str, document: str, body: schema.ScoringCommon, kwargs: dict[st
 def cohere(body: schema.CohereEmbedRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     spec = spec_of(_resolved(config), "embed")
     if body.images is not None:
-        raise HttpError(400, "images: images are not supported", "images")
+        raise field_error("images", "images are not supported")
     texts = body.texts
     if texts is None and body.inputs is not None:
         texts = [_text_of(item) for item in body.inputs]
     if not texts or (body.texts is not None and body.inputs is not None):
-        raise HttpError(400, "texts: give either texts or inputs, and at least one", "texts")
+        raise field_error("texts", "give either texts or inputs, and at least one")
     if len(texts) > MAX_PROMPTS:
-        raise HttpError(400, f"texts: at most {MAX_PROMPTS}", "texts")
+        raise field_error("texts", f"at most {MAX_PROMPTS}")
     before = ""
     if body.input_type is not None:
         if body.input_type not in spec.prompts:
             names = ", ".join(sorted(spec.prompts)) or "none"
-            text = f"input_type: the model has no prompt {body.input_type!r}; it has {names}"
-            raise HttpError(400, text, "input_type")
+            raise field_error("input_type", f"the model has no prompt {body.input_type!r}; it has {names}")
         before = spec.prompts[body.input_type]
     dimensions = _dimensions("output_dimension", body.output_dimension, spec, "embed")
     prompts: list[Prompt] = [TextPrompt(before + text) for text in texts]
@@ -250,7 +247,7 @@ def _text_of(item: dict[str, Any]) -> str:
     parts = item.get("content")
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts] if isinstance(parts, list) else []
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise HttpError(400, "inputs: each must have a content of texts; images are not supported", "inputs")
+        raise field_error("inputs", "each must have a content of texts; images are not supported")
     return "\n".join(map(str, texts))
 
 
@@ -264,8 +261,7 @@ def _asked(
     text, keep = TextParams(), body.truncate_prompt_tokens
     if keep is not None:
         if keep == 0 or keep > resolved.max_model_len:
-            why = f"truncate_prompt_tokens: must be -1, or 1 to {resolved.max_model_len}, got {keep}"
-            raise HttpError(400, why, "truncate_prompt_tokens")
+            raise field_error("truncate_prompt_tokens", f"must be -1, or 1 to {resolved.max_model_len}, got {keep}")
         most = resolved.max_model_len if keep < 0 else keep
         text = TextParams(truncate_prompt_tokens=most, truncation_side=body.truncation_side or "right")
     mesh = MeshRequest(

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import bodies
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.http.operation import NAMED, Group, OfClass, route
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead
@@ -107,8 +107,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Awa
             prompt = TokenPrompt((await ask(Tokenize(backend.requests.new_handle(), prompt))).token_ids)
         ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
         if spec.max_embed_len and len(ids) > max(spec.max_embed_len, longest):
-            text = f"input: {len(ids)} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)"
-            raise HttpError(400, text, "input")
+            raise field_error("input", f"{len(ids)} tokens; at most {spec.max_embed_len} are embedded (max_embed_len)")
         several = [TokenPrompt(pack_i32(ids[at : at + longest])) for at in range(0, len(ids), longest)]
         prompts += several if len(several) > 1 else [prompt]
         parts.append(max(1, len(several)))
@@ -197,16 +196,15 @@ def read_data(
 ) -> tuple[Asked, Processed]:
     """The body as the plug-in has it; called in a thread. HttpError."""
     if processor is None:
-        text = "data: the server was started without --io-processor-plugin; send input or messages"
-        raise HttpError(400, text, "data")
+        raise field_error("data", "the server was started without --io-processor-plugin; send input or messages")
     fields = msgspec.json.decode(raw, type=dict[str, Any])
     for name in ("input", "messages"):
         if fields.get(name) is not None:
-            raise HttpError(400, f"{name}: not together with data", name)
+            raise field_error(name, "not together with data")
     try:
         prompts = io_processors.prompts_of(processor, fields.pop("data"), str(fields.get("request_id") or ""))
     except ValueError as error:
-        raise HttpError(400, f"data: {error}", "data") from None
+        raise field_error("data", f"{error}") from None
     except ProcessingError as error:
         raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
     for name in ("input", "messages", "softmax"):
