@@ -15,7 +15,7 @@ class ContextTooLong(ProcessFatal):
         self.fits = fits
 
 
-class ModelFilesError(Exception):
+class ModelFilesError(ProcessFatal):
     """The model cannot be used; one line that names the flag or file."""
 
 

@@ -1,15 +1,17 @@
 """The chat templates of a model by their names, and which of them a command line chooses. Called by model_files.py.
 
-A model has one template, "default", or several: transformers and vLLM render `tool_use` for a request with tools. ValueError says what
-is wrong with a file.
+A model has one template, "default", or several: transformers and vLLM render `tool_use` for a request with tools. ModelFilesError says
+what is wrong with a file.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.json_files import read_json, read_text
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
@@ -27,7 +29,7 @@ def of_folder(folder: Path) -> dict[str, str]:
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         files[DEFAULT] = folder / "chat_template.jinja"
-    return found | {name: _read(path) for name, path in files.items()}
+    return found | {name: read_text(path) for name, path in files.items()}
 
 
 def of_gguf(fields: dict[str, Any]) -> dict[str, str]:
@@ -47,23 +49,17 @@ def choose(given: str, templates: dict[str, str]) -> dict[str, str]:
     path = Path(given).expanduser()
     if not path.exists():
         names = f"; the model has {', '.join(sorted(templates))}" if templates else ""
-        raise ValueError(f"--chat-template {given}: no such file or folder{names}")
-    return {DEFAULT: _read(path)}
+        raise ModelFilesError(f"--chat-template {given}: no such file or folder{names}")
+    return {DEFAULT: read_text(path)}
 
 
 def _of_file(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    given = content.get("chat_template") if isinstance(content, dict) else None
+    given = read_json(path).get("chat_template") if path.is_file() else None
     try:
         template = msgspec.convert(given, str | dict[str, str] | list[_Named] | None)
     except msgspec.ValidationError:
         text = "chat_template must be a template, or a list of objects with name and template"
-        raise ValueError(f"{path}: {text}") from None
+        raise ModelFilesError(f"{path}: {text}") from None
     match template:
         case str() if template:
             return {DEFAULT: template}
@@ -72,10 +68,3 @@ def _of_file(path: Path) -> dict[str, str]:
         case list():
             return {one.name: one.template for one in template}
     return {}
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from None

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshlm.runtime.errors import ModelFilesError
+
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SPLIT = ("split.no", "split.count", "split.tensors.count")
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -21,7 +23,7 @@ _ALIGNMENT = 32  # of tensor data, unless general.alignment says otherwise
 UNREADABLE = (struct.error, OSError, ValueError, TypeError, ArithmeticError, MemoryError, RecursionError)
 
 
-class GGUFError(ValueError):
+class GGUFError(ModelFilesError):
     """The file is no usable GGUF file; the text says why."""
 
 
@@ -164,8 +166,6 @@ def _read_file(path: Path, wanted: Callable[[str], bool]) -> GGUFHeader:
                 if kept:
                     fields[name] = value
             return GGUFHeader(fields, _tensors(cursor, num_tensors, align))
-    except GGUFError:
-        raise
     except UNREADABLE as error:
         raise GGUFError(f"{path}: not a readable GGUF file ({error})") from None
 

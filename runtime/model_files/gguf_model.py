@@ -26,8 +26,6 @@ def read_spec(path: Path) -> tuple[ModelSpec, dict[str, Any], tuple[str, ...]]:
     try:
         spec = _spec(path, fields, tensors)
         return spec, fields, tuple(f"{path}: {note}" for note in _notes(path, fields, tensors, spec))
-    except GGUFError:
-        raise
     except UNREADABLE as error:
         raise GGUFError(f"{path}: metadata of another kind than expected ({error})") from None
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.gguf_files import UNREADABLE, GGUFError
 from meshlm.runtime.model_files.gguf_vocabulary import CONTROL, USER_DEFINED, Vocabulary, check, read
 
@@ -19,15 +18,13 @@ _PHI3_KEEPS = frozenset(("<unk>", "<s>", "<|endoftext|>"))
 
 
 def build(path: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer of a file, and the texts of its special tokens by name (bos_token). ProcessFatal says what cannot be read."""
+    """The tokenizer of a file, and the texts of its special tokens by name (bos_token). GGUFError says what cannot be read."""
     try:
         vocabulary = read(path)
         check(vocabulary)
         return _wordpiece(vocabulary) if vocabulary.kind == "bert" else _pieces(vocabulary)
-    except GGUFError as error:
-        raise ProcessFatal(str(error)) from None
     except (*UNREADABLE, LookupError) as error:
-        raise ProcessFatal(f"{path}: not a readable tokenizer ({type(error).__name__}: {error})") from None
+        raise GGUFError(f"{path}: not a readable tokenizer ({type(error).__name__}: {error})") from None
 
 
 def _pieces(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:

@@ -17,23 +17,8 @@ _TYPES = frozenset((0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE))
 KINDS = ("gpt2", "llama", "gemma4", "bert", "t5")
 """Values of tokenizer.ggml.model that are read."""
 _KEYS = {
-    **{
-        name: f"{name}_token_id"
-        for name in [
-            "bos",
-            "eos",
-            "eot",
-            "eom",
-            "mask",
-            "cls",
-            "fim_pre",
-            "fim_suf",
-            "fim_mid",
-            "fim_pad",
-            "fim_rep",
-            "fim_sep",
-        ]
-    },
+    **{name: f"{name}_token_id" for name in ["bos", "eos", "eot", "eom", "mask", "cls"]},
+    **{f"fim_{name}": f"fim_{name}_token_id" for name in ["pre", "suf", "mid", "pad", "rep", "sep"]},
     "unk": "unknown_token_id",
     "sep": "seperator_token_id",  # llama.cpp's spelling
     "pad": "padding_token_id",
@@ -41,75 +26,31 @@ _KEYS = {
 _IDS = {"llama": {"unk": 0, "bos": 1, "eos": 2}, "t5": {"pad": 0, "eos": 1, "unk": 2}}  # where a file does not say
 _MERGES = ("tokenizer.ggml.merges", "tokenizer.ggml.scores")
 _FLAGS = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_space_prefix",
-    "remove_extra_whitespaces",
-    "normalizer.lowercase",
-    "normalizer.strip_accents",
+    *("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces"),
+    *("normalizer.lowercase", "normalizer.strip_accents"),
 )
 _NOT_APPLIED = ("tokenizer.ggml.suppress_tokens",)
-_ENDS = frozenset(
-    [
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|flush|>",
-        "<|calls|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "</s>",
-        "<|eom_id|>",
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-        "[EOS]",
-        "<|end_of_text|>",
-        "<end_of_utterance>",
-        "<eos>",
-        "<turn|>",
-        "<|tool_response>",
-        "<｜end▁of▁sentence｜>",
-        "[e~[",
-    ]
-)
+
+
+def _texts_of(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_ENDS = _texts_of("""
+    <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
+    <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
+""")
 """Texts of tokens that end an answer wherever a vocabulary has them."""
 _INFILL = {
-    "fim_pre": (
-        "<|fim_prefix|>",
-        "<fim-prefix>",
-        "<fim_prefix>",
-        "<｜fim▁begin｜>",
-        "<PRE>",
-        "▁<PRE>",
-        "<|code_prefix|>",
-        "<|prefix|>",
-    ),
-    "fim_suf": (
-        "<|fim_suffix|>",
-        "<fim-suffix>",
-        "<fim_suffix>",
-        "<｜fim▁hole｜>",
-        "<SUF>",
-        "▁<SUF>",
-        "<|code_suffix|>",
-        "<|suffix|>",
-    ),
-    "fim_mid": (
-        "<|fim_middle|>",
-        "<fim-middle>",
-        "<fim_middle>",
-        "<｜fim▁end｜>",
-        "<MID>",
-        "▁<MID>",
-        "<|code_middle|>",
-        "<|middle|>",
-    ),
-    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
+    name: _texts_of(texts)
+    for name, texts in (
+        ("fim_pre", "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|>"),
+        ("fim_suf", "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|>"),
+        ("fim_mid", "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"),
+        ("fim_pad", "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+        ("fim_rep", "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
+        ("fim_sep", "<|file_sep|>"),
+    )
 }
 """Texts of tokens around code that is filled in, where no key names the token."""
 

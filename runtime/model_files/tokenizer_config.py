@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.json_files import read_json
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -110,10 +110,7 @@ def eos_token_id(tokenizer: Path) -> int | None:
         return index
     from meshlm.runtime.model_files import tokenizer_files  # 40 ms that most starts do not need
 
-    try:
-        return tokenizer_files.load(tokenizer).tokenizer.token_to_id(text)
-    except ProcessFatal as error:
-        raise ModelFilesError(str(error)) from None
+    return tokenizer_files.load(tokenizer).tokenizer.token_to_id(text)
 
 
 def _optional(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 from tokenizers import AddedToken, Tokenizer
 
-from meshlm.runtime.errors import ModelFilesError, ProcessFatal
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import gguf_tokenizer, tokenizer_config
 
 
@@ -22,20 +22,17 @@ class LoadedTokenizer(NamedTuple):
 
 
 def load(path: Path) -> LoadedTokenizer:
-    """`path` is a folder with tokenizer.json, such a file, or a .gguf file. ProcessFatal says what is missing."""
+    """`path` is a folder with tokenizer.json, such a file, or a .gguf file. ModelFilesError says what is missing."""
     if path.suffix == ".gguf":
         return _describe(*gguf_tokenizer.build(path))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
     if not file.is_file():
-        raise ProcessFatal(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
+        raise ModelFilesError(f"{folder}: no tokenizer.json there; give a folder or file that has one with --tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ProcessFatal(f"{file}: not a tokenizer ({error})") from None
-    try:
-        config = tokenizer_config.read(folder)
-    except ModelFilesError as error:
-        raise ProcessFatal(str(error)) from None
+        raise ModelFilesError(f"{file}: not a tokenizer ({error})") from None
+    config = tokenizer_config.read(folder)
     tokenizer.no_truncation()  # trainers leave their own settings in the file, which would cut prompts
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = config.split_special_tokens

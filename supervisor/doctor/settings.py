@@ -104,9 +104,8 @@ def model(config: MeshConfig) -> Finding:
     is_path = wanted.startswith((".", "/", "~")) or wanted.endswith(".gguf") or wanted.count("/") != 1
     if wanted and not is_path and not Path(wanted).exists():
         return ok("model", f"{wanted}, of the Hugging Face hub: it is fetched at the start")
-    names = ("tokenizer", "load_format", "model_impl", "trust_remote_code")
     try:
-        files = model_files.resolve_model(wanted, **{name: getattr(config.model, name) for name in names})
+        files = model_files.resolve_model(config.model)
     except ModelFilesError as error:
         return failed("model", str(error), "docs/models.md says which architectures and formats are served")
     return ok("model", f"{files.path} ({files.spec.architecture}, {files.load_format})")

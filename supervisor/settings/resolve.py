@@ -126,20 +126,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
         _check_parsers(config.server)
         _check_structured_outputs(config.server)
         check(flag_rules.names(config))
-        files = model_files.resolve_model(
-            config.model.model,
-            tokenizer=config.model.tokenizer,
-            chat_template=config.model.chat_template,
-            load_format=config.model.load_format,
-            revision=config.model.revision,
-            tokenizer_revision=config.model.tokenizer_revision,
-            code_revision=config.model.code_revision,
-            download_dir=config.model.download_dir,
-            hf_overrides=config.model.hf_overrides,
-            model_impl=config.model.model_impl,
-            trust_remote_code=config.model.trust_remote_code,
-            head_tokens=vectors.head_tokens(config),
-        )
+        files = model_files.resolve_model(config.model, vectors.head_tokens(config))
         files = quantization.as_asked(config, files)
         named, overriding = config.model.generation_config, config.model.override_generation_config
         generation = generation_config.chosen(files.generation, named, overriding)

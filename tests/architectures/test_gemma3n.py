@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_folders import resolve_model
 from tiny_models import sliding
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3nForCausalLM"],

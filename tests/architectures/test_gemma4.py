@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_folders import resolve_model
 from tiny_models import sliding
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma4ForCausalLM"],

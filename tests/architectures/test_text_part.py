@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_folders import folder_with
+from model_folders import folder_with, resolve_model
 
 from meshlm.architectures.rope import rope_spec
 from meshlm.architectures.text_part import text_config, text_modules, text_tensor
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_config import parse_config
-from meshlm.runtime.model_files.model_files import resolve_model
 
 TEXT: dict[str, Any] = {
     "model_type": "mistral",

@@ -5,6 +5,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from meshlm.protocol.config import ModelConfig
+from meshlm.runtime.model_files import model_files
+
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "num_attention_heads": 4,
@@ -33,3 +36,8 @@ def folder_with(folder: Path, **files: object) -> str:
         if content is not None:
             (folder / name).write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return str(folder)
+
+
+def resolve_model(model: str, *, head_tokens: tuple[int, ...] = (), **flags: Any) -> model_files.ModelFiles:
+    """The model's files, with these flags."""
+    return model_files.resolve_model(ModelConfig(model=model, **flags), head_tokens)

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_folders import resolve_model
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import is_needless
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory

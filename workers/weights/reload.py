@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.config import MeshConfig, ModelConfig, Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.formats.format import WeightFormat
@@ -126,12 +126,13 @@ def _refusal(engine: ReloadableEngine) -> str:
     if any(not parameter.untyped_storage().size() for parameter in engine.model.parameters()):
         return "the worker is asleep; wake_up comes first"
     try:
-        found = resolve_model(
-            resolved.model_path,
+        flags = ModelConfig(
+            model=resolved.model_path,
             load_format=resolved.load_format,
             hf_overrides=asked.hf_overrides,
             model_impl=asked.model_impl,
-        ).spec
+        )
+        found = resolve_model(flags).spec
     except ModelFilesError as error:
         return str(error)
     if spec.quantization is not None and any(scheme.online for scheme in spec.quantization.schemes):

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from model_folders import CONFIG, folder_with, safetensors
+from model_folders import CONFIG, folder_with, resolve_model, safetensors
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 INDEX = "model.safetensors.index.json"
 TWO = {"model.safetensors": None, "a.safetensors": safetensors("x", "y"), "b.safetensors": safetensors("z")}

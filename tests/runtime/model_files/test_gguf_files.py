@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from model_folders import resolve_model
 from msgspec.structs import replace
 
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.gguf_files import GGUFError, read_header
 from meshlm.runtime.model_files.gguf_model import READABLE_TYPES, read_spec
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers.rope import rope_table
 
 U32, F32, TEXT, ARRAY = 4, 6, 8, 9

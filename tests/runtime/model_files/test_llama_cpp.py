@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import gguf
 import pytest
+from model_folders import resolve_model
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files.gguf_pre_tokenizers import PRE_TOKENIZERS
 from meshlm.runtime.model_files.gguf_vocabulary import ends_of_text, read
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.runtime.model_files.tokenizer_files import load, token_bytes
 
 LLAMA_CPP = Path(sys.prefix) / "xllamacpp-2026.10.11549"  # beside the packages of the virtual environment (Makefile)

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from model_folders import CONFIG, folder_with, safetensors
+from model_folders import CONFIG, folder_with, resolve_model, safetensors
 
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import chat_templates
-from meshlm.runtime.model_files.model_files import resolve_model
 
 
 @pytest.mark.parametrize(("eos", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7))])

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import small_whisper
+from model_folders import resolve_model
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 
 @pytest.fixture(scope="module")

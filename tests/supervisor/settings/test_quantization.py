@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_folders import CONFIG, folder_with
+from model_folders import CONFIG, folder_with, resolve_model
 
 from meshlm.protocol.config import Resolved
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings import flags, quantization, resolve
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import writer_of
+from model_folders import resolve_model
 from safetensors.torch import load_file, save_file
 from small_models import BLOCK, GEMMA, GEMMA3N, SMALL, caches, load, run
 
 from meshlm.architectures.registry import weights_of
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.models.decoder import Decoder
 
 TABLE = [7, 3, 11, 0, 5, 9, 1, 2, 8, 4]

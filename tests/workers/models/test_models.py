@@ -9,11 +9,11 @@ import msgspec
 import pytest
 import torch
 from gguf_models import write_gguf
+from model_folders import resolve_model
 from small_models import CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA3N, GEMMA4, MOE, SMALL, caches, load, run
 from tiny_models import spec_of, unrotated
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.compiled import SHAPES, CompiledLayers, use_cache

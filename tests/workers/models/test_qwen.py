@@ -9,13 +9,13 @@ import pytest
 import torch
 from gguf_files import add, joined, known_names
 from gguf_models import writer_of
+from model_folders import resolve_model
 from safetensors.torch import save_file
 from small_models import SMALL, caches, load, run
 from tiny_models import spec_of
 from torch import Tensor
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 CONFIG: dict[str, Any] = {
     "architectures": ["QWenLMHeadModel"],

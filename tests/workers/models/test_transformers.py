@@ -12,6 +12,7 @@ import served_engines
 import torch
 import torch.nn.functional as F
 import transformers
+from model_folders import resolve_model
 from safetensors.torch import save_file
 from served_engines import AGAIN, Engines, made, served
 from small_models import BLOCK, CPU, SMALL, batch_of, caches, resolved_of_files
@@ -21,7 +22,6 @@ from meshlm.protocol.config import ParallelConfig, Resolved
 from meshlm.protocol.model import ModelSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import transformers_models
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.settings.parallel import check
 from meshlm.workers.attention.torch_backend import TorchAttention

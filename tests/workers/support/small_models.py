@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_folders import resolve_model
 from tiny_models import resolved_of
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
+from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.workers.attention.backend import choose
 from meshlm.workers.batch import LayerCache, RequestLens, StepInputs
 from meshlm.workers.layers.ops import TorchOps

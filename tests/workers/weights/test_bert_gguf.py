@@ -10,11 +10,11 @@ from encoder_models import GREEDY, PROMPTS, WHOLE, loaded, same, saved
 from engine_driver import Driver
 from gguf.quants import dequantize, quantize
 from gguf_files import write_model
+from model_folders import resolve_model
 from msgspec.structs import replace
 
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.errors import UsageError
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_models import SPEC, write_gguf
+from model_folders import resolve_model
 from msgspec.structs import replace
 from safetensors.torch import save_file
 from small_models import SMALL, load, resolved
@@ -15,7 +16,6 @@ from torch import Tensor
 from meshlm.architectures.family import Split, Weight
 from meshlm.architectures.layers import with_attention
 from meshlm.runtime.errors import ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import load_model
 from meshlm.workers.weights.source import Mapped

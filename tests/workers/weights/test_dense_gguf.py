@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_model
+from model_folders import resolve_model
 from small_models import CLASSIC, SMALL, caches, load, run
 
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.pool import PoolKind
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 
 _ROUTED: dict[str, Any] = {
     "head_dim": 16,

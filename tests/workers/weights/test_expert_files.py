@@ -9,6 +9,7 @@ import pytest
 import torch
 from expert_files import EXPERT, Tensors, as_mxfp4, change, checkpoint
 from gguf_models import writer_of
+from model_folders import resolve_model
 from safetensors.torch import load_file, save_file
 from sharded_models import load_shards, logits_of, together
 from small_models import MOE, SMALL, caches, load, resolved, run
@@ -17,7 +18,6 @@ from meshlm.architectures.registry import weights_of
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.moe.experts import self_test
 from meshlm.workers.weights import layer_formats

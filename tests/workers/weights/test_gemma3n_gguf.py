@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_model
+from model_folders import resolve_model
 from msgspec.structs import replace
 from small_models import GEMMA3N, SMALL, caches, load, run
 from tiny_models import sliding
@@ -15,7 +16,6 @@ from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.gemma3n import FAMILY
 from meshlm.architectures.layers import sharing, with_sparsity
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files.model_files import resolve_model
 
 
 def sparsity_of(spec: ModelSpec) -> list[float]:

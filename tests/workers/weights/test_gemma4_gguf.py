@@ -8,6 +8,7 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from gguf_files import write_model
+from model_folders import resolve_model
 from msgspec.structs import replace
 from small_models import GEMMA4, SMALL, caches, load, run
 from tiny_models import sliding
@@ -16,7 +17,6 @@ from meshlm.architectures.family import GGUFMetadata, MetadataError
 from meshlm.architectures.gemma4 import FAMILY
 from meshlm.architectures.layers import sharing
 from meshlm.protocol.model import ModelSpec
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.models.gemma4 import Gemma4
 
 Q8_0 = GGMLQuantizationType.Q8_0

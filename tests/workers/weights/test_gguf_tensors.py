@@ -8,6 +8,7 @@ import pytest
 import torch
 from gguf_files import QKV, add, joined
 from gguf_models import writer_of
+from model_folders import resolve_model
 from tiny_models import spec_of
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from meshlm.architectures.registry import weights_of
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
 CPU = torch.device("cpu")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_files import write_model
+from model_folders import resolve_model
 from msgspec.structs import asdict, replace
 from safetensors import safe_open
 from served_engines import made
@@ -14,7 +15,6 @@ from meshlm.architectures.registry import weights_of
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
 _MAMBA2: dict[str, Any] = {

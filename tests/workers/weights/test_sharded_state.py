@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from model_folders import resolve_model
 from safetensors.torch import load_file, save_file
 from sharded_models import shards
 from small_models import CPU, SMALL, resolved_of_files
 
 from meshlm.protocol.config import Resolved
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.supervisor.cli import offline
 from meshlm.supervisor.cli.main import run
 from meshlm.supervisor.settings import flags, resolve

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_models import write_gguf
+from model_folders import resolve_model
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
 from meshlm.workers.weights.sources import sources
 
 KINDS = {"q_proj": "Q4_K", "down_proj": "Q6_K"}

@@ -8,12 +8,13 @@ import fsspec
 import msgspec
 import pytest
 import torch
+from model_folders import resolve_model
 from safetensors.torch import save_file
 from small_models import CPU, SMALL, resolved_of_files
 
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
 from meshlm.runtime.model_files import object_store
-from meshlm.runtime.model_files.model_files import ModelFiles, resolve_model
+from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights import sources
 from meshlm.workers.weights.load import load_model

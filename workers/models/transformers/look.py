@@ -115,6 +115,8 @@ def _why_not_by_heads(model: Any, heads: int, kv_heads: int) -> str:
     try:
         split(model, Shard(0, size), lambda x: x)
         found, _, _ = _calls(model)
+    except ModelFilesError:
+        raise
     except ProcessFatal:
         return ""  # another number of ranks may divide its sizes
     except (RuntimeError, ValueError) as error:
