@@ -46,14 +46,15 @@ def streamed(server: Serving, ask: dict[str, Any], seed: int, begun: Callable[[]
 
 def answers(server: Serving) -> list[tuple[str, str]]:
     """To each of the constraints several times, all at once; the budgets of their reasoning end within drafts or between them."""
-    asks = [({**ask, "thinking_token_budget": 3 + nth}, nth) for ask, _ in CONSTRAINTS for nth in range(4)]
+    asks = [{**ask, "thinking_token_budget": 3 + nth} for ask, _ in CONSTRAINTS for nth in range(4)]
     with ThreadPoolExecutor(len(asks)) as threads:
-        return list(threads.map(lambda one: streamed(server, *one, lambda: None), asks))
+        return list(threads.map(lambda ask: streamed(server, ask, ask["thinking_token_budget"], lambda: None), asks))
 
 
 def processes_of_masks(server: Serving) -> list[psutil.Process]:
     (fork_server,) = psutil.Process(server.pid("worker")).children()
-    return fork_server.children()
+    found: list[psutil.Process] = fork_server.children()
+    return found
 
 
 def test_answers_are_the_same_with_drafts() -> None:

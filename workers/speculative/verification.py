@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.grammar import Grammar
 from meshlm.workers.output.sampler import uniforms
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.device_rows import DeviceRows
@@ -33,6 +35,7 @@ class Verification(RowExtra[Any]):
         self._drafter, self._columns, self._inputs = drafter, rows.table.columns, inputs
         self._tokens: I32 = rows.tokens.numpy()
         self._num_known = np.zeros(rows.table.num_rows, np.int64)
+        self._constrained = np.zeros(rows.table.num_rows, np.bool_)
         # By position: the likelihood that a draft is kept where those before it are; None: where it equals what is sampled.
         self._rates: NDArray[np.float64] | None = None
         if config.rejection_sample_method == "synthetic":
@@ -44,6 +47,7 @@ class Verification(RowExtra[Any]):
 
     def add_row(self, new: NewRow) -> None:
         self._num_known[new.row] = len(new.token_ids) // 4
+        self._constrained[new.row] = find_extra(new.extras, Grammar) is not None
         self._drafter.add_row(new)
 
     def remove_row(self, row: int) -> None:
@@ -101,10 +105,11 @@ class Verification(RowExtra[Any]):
         return sampled[given], counts
 
     def _by_chance(self, rows: I32, lens: I64, nth: I64, drafted: NDArray[np.bool_], tokens: I32, sampled: I32) -> None:
-        """Puts drafts in the place of what was sampled as often as the rates say, and other tokens where they say no."""
+        """Puts drafts in the place of what was sampled as often as the rates say, and other tokens where they say no. Rows with a
+        grammar keep to it, and to what was sampled."""
         assert self._rates is not None
         index = lens - self._columns["num_prompt_tokens"][rows]
         draws = uniforms(self._columns["seed"][rows] ^ SYNTHETIC_SALT, index)
         right = (draws[drafted] < self._rates[nth[drafted]]) & (sampled[drafted] >= 0)
         other = np.where(sampled[drafted] == tokens, np.where(tokens == 0, 1, tokens - 1), sampled[drafted])
-        sampled[drafted] = np.where(right, tokens, other)
+        sampled[drafted] = np.where(self._constrained[rows[drafted]], sampled[drafted], np.where(right, tokens, other))

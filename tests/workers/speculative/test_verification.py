@@ -1,7 +1,8 @@
 """Steps that verify drafts give the text of plain steps, token by token, with its log-probabilities, whatever is drafted."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -11,13 +12,16 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from cpu_steps import LENGTH, MODEL, PROMPTS, new, step, tokens_of
+from byte_vocabulary import EOS, byte_vocabulary, of_regex
+from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, new, step, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extras import Extras
+from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import StepId
 from meshlm.supervisor.settings import flags, resolve
@@ -25,6 +29,8 @@ from meshlm.workers.engine import engine
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.output.grammars import GrammarRows, Grammars
+from meshlm.workers.output.matchers import Matchers
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import Drafts as Verified
 from meshlm.workers.rows.step_columns import columns_of
@@ -52,6 +58,15 @@ KINDS = {
     "llama": SamplingParams(temperature=1.0, seed=5, dry_multiplier=0.8, xtc_probability=0.5, xtc_threshold=0.05),
     "logprobs": SamplingParams(temperature=0.9, seed=2, logprobs=3, repetition_penalty=1.2),
     "ids": SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=(4, 9)),
+    "regex": SamplingParams(temperature=1.0, seed=4, eos_token_ids=(EOS,), logprobs=1),
+    "reasoning": SamplingParams(temperature=1.0, seed=6, eos_token_ids=(EOS,), allowed_token_ids=(*b"\n01ab",)),
+    "budget": SamplingParams(temperature=0.0, eos_token_ids=(EOS,)),
+}
+DIGITS = of_regex("[0-9]{2,6}")
+EXTRAS: dict[str, Extras] = {
+    "regex": (of_regex("[a-c]{2}([0-9]{2}-)+[a-c]?"),),
+    "reasoning": (msgspec.structs.replace(DIGITS, begins_after="\n"),),
+    "budget": (msgspec.structs.replace(DIGITS, begins_after="</t>", thinking=ThinkingBudget(3, "</t>")),),
 }
 
 
@@ -106,6 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, scripted: Scripted) -> Iterat
         patched.setattr(engine, "drafter_of", lambda config, rows: scripted)
         found = make_engine(config, lambda *progress: None)
     scripted.tokens = found.rows.tokens.numpy()
+    found.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     yield found
     torch.set_grad_enabled(grad)
     torch.set_num_threads(threads)
@@ -136,11 +152,12 @@ def add(texts: list[Text], result: StepResult, rows: list[int]) -> None:
         at += count
 
 
-def begun(made: ModelEngine, params: list[SamplingParams]) -> list[Text]:
+def begun(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extras] = ((),) * 3) -> list[Text]:
     """Each row has its prompt and one token."""
     made.reset()
     texts = [Text([], []) for _ in PROMPTS]
     news = [new(row, prompt, each) for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True))]
+    news = [msgspec.structs.replace(row, extras=some) for row, some in zip(news, extras, strict=True)]
     add(texts, step(made, [(row, 0, len(prompt), True) for row, prompt in enumerate(PROMPTS)], news), [0, 1, 2])
     return texts
 
@@ -163,22 +180,32 @@ def decode(made: ModelEngine, rows: list[int], most: list[int]) -> StepResult:
     return verify(made, [(row, LENGTH - 1 - MOST, 1) for row in rows], most)
 
 
-def plain(made: ModelEngine, params: list[SamplingParams]) -> list[Text]:
-    texts = begun(made, params)
+def plain(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extras] = ((),) * 3) -> list[Text]:
+    texts = begun(made, params, extras)
     while len(texts[0].tokens) < TOKENS + MOST + 1:
         add(texts, decode(made, [0, 1, 2], [0, 0, 0]), [0, 1, 2])
     return texts
 
 
 @pytest.mark.parametrize(
-    "kinds", [("greedy", "seeded", "penalties"), ("lists", "allowed", "llama"), ("logprobs", "ids", "seeded")]
+    "kinds",
+    [
+        ("greedy", "seeded", "penalties"),
+        ("lists", "allowed", "llama"),
+        ("logprobs", "ids", "seeded"),
+        ("regex", "reasoning", "budget"),
+        ("seeded", "regex", "logprobs"),
+    ],
 )
 def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, scripted: Scripted, kinds: tuple[str, ...]) -> None:
-    params = [KINDS[kind] for kind in kinds]
-    expected = plain(made, params)
+    params, extras = [KINDS[kind] for kind in kinds], [EXTRAS.get(kind, ()) for kind in kinds]
+    expected = plain(made, params, extras)
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
+
+    if "reasoning" in kinds:
+        assert re.fullmatch(rb"[01ab]+\n[01]{2,6}\x02*", bytes(expected[kinds.index("reasoning")].tokens))
 
     @settings(max_examples=40)
     @given(
@@ -188,7 +215,7 @@ def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, scripted: Sc
     )
     def holds(script: list[tuple[int, int]], allowed: list[int], orders: list[list[int]]) -> None:
         scripted.script = (entry for _ in repeat(0) for entry in script)
-        texts, nth = begun(made, params), 0
+        texts, nth = begun(made, params, extras), 0
         while min(len(text.tokens) for text in texts) < TOKENS:
             rows = [row for row in orders[nth % len(orders)] if len(texts[row].tokens) < TOKENS]
             most = [min(allowed[(nth + row) % len(allowed)], TOKENS - 1 - len(texts[row].tokens)) for row in rows]
@@ -280,3 +307,19 @@ def test_acceptance_by_chance(made: ModelEngine, scripted: Scripted) -> None:
         kept += np.bincount(counts - 1, minlength=4)
     shares = 1 - np.cumsum(kept)[:3] / kept.sum()
     np.testing.assert_allclose(shares, rates, atol=0.05)
+
+
+def test_a_grammar_is_kept_to_where_drafts_are_accepted_by_chance(made: ModelEngine, scripted: Scripted) -> None:
+    config = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=3, rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 1.0, 1.0)
+    )  # fmt: skip
+    assert isinstance(made.inputs, TorchInputs)
+    verification = Verification(config, scripted, made.rows, made.inputs)
+    prompt = new(0, PROMPTS[0], KINDS["regex"])
+    for extras, wanted in ((EXTRAS["regex"], [9, 5]), ((), [9, 9, 9, 5])):
+        verification.add_row(msgspec.structs.replace(prompt, extras=extras))
+        known = len(PROMPTS[0])
+        columns = columns_of(np.zeros(1, np.int32), np.array([known - 1], np.int32), np.array([4], np.int32))
+        columns.drafts = Verified(np.array([3], np.int32), np.full(3, 9, np.int32))
+        tokens, _ = verification.accept(columns, np.array([9, 5, 9, 5], np.int32))
+        assert tokens.tolist() == wanted
