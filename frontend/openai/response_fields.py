@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -125,42 +125,6 @@ def timing(choices: Sequence[Choice]) -> Json | None:
     if prefill_ms + decode_ms > 0:
         found["tokens_per_second"] = count / (prefill_ms + decode_ms) * 1e3
     return found
-
-
-class DraftsTold(NamedTuple):
-    """What answers tell of the tokens that were drafted for them (--per-request-spec-decode-metrics)."""
-
-    num_spec_tokens: int  # drafted in a step, at most
-    by_step: bool
-
-
-def drafts_told(config: MeshConfig) -> DraftsTold | None:
-    """As the settings want it; None: nothing, or nothing is drafted."""
-    wanted, most = (
-        config.speculative.per_request_spec_decode_metrics,
-        config.resolved and config.resolved.num_speculative_tokens,
-    )
-    return DraftsTold(most, wanted == "detailed") if most and wanted != "none" else None
-
-
-def speculative_decoding(choice: Choice, told: DraftsTold) -> Json:
-    """vLLM's metrics.speculative_decoding of a choice that has ended: of the steps that had drafts."""
-    steps = b"" if choice.finished is None else choice.finished.drafts
-    drafted, accepted = steps[::2], steps[1::2]
-    by_length = {str(most): [0] * (most + 1) for most in sorted(set(drafted))}
-    for most, count in zip(drafted, accepted, strict=True):
-        by_length[str(most)][count] += 1
-    found: Json = {
-        "mean_acceptance_length": 1 + sum(accepted) / max(1, len(drafted)),
-        "draft_acceptance_rate": sum(accepted) / max(1, sum(drafted)),
-        "acceptance_histogram": [accepted.count(count) for count in range(told.num_spec_tokens + 1)],
-        "acceptance_histogram_by_draft_length": by_length,
-        "num_spec_steps": len(drafted),
-        "num_accepted_draft_tokens": sum(accepted),
-        "num_draft_tokens": sum(drafted),
-        "num_spec_tokens": told.num_spec_tokens,
-    }
-    return found | ({"per_step_accepted": list(accepted), "per_step_drafted": list(drafted)} if told.by_step else {})
 
 
 def system_fingerprint(config: MeshConfig, version: str) -> str | None:

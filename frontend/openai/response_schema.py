@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from meshlm.runtime.client.draft_metrics import SpecDecodeMetrics
+
 
 class PromptTokensDetails(Struct):
     cached_tokens: int
@@ -94,24 +96,8 @@ class PerRequestTimingMetrics(Struct):
     tokens_per_second: float | None
 
 
-class SpeculativeDecodingMetrics(Struct):
-    """With --per-request-spec-decode-metrics, of the steps that had drafts. acceptance_histogram: by the number of accepted drafts;
-    ..._by_draft_length: the same, by the number of drafts. per_step_...: with detailed."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    acceptance_histogram: list[int]
-    acceptance_histogram_by_draft_length: dict[str, list[int]]
-    num_spec_steps: int
-    num_accepted_draft_tokens: int
-    num_draft_tokens: int
-    num_spec_tokens: int
-    per_step_accepted: list[int] | UnsetType = UNSET
-    per_step_drafted: list[int] | UnsetType = UNSET
-
-
 class PerRequestMetrics(PerRequestTimingMetrics):
-    speculative_decoding: SpeculativeDecodingMetrics | UnsetType = UNSET
+    speculative_decoding: SpecDecodeMetrics | UnsetType = UNSET
 
 
 class _Answer(Struct, kw_only=True):

@@ -10,18 +10,17 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds, limits, reading, reasoning, response_fields
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import (
-    DraftsTold,
     by_id,
     chat_logprobs,
     completion_logprobs,
     echoed_logprobs,
     prompt_logprobs_json,
-    speculative_decoding,
     timing,
 )
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.client.draft_metrics import DraftsTold, metrics_of
 from meshlm.runtime.client.placement import Choice, RowDetails
 
 TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C
@@ -149,7 +148,9 @@ class Response:
         if found is not None and not self.tells_times:
             found = dict.fromkeys(found)
         if found is not None and self.drafts_told is not None:
-            found["speculative_decoding"] = speculative_decoding(self.choices[0], self.drafts_told)
+            finished = self.choices[0].finished
+            drafts = b"" if finished is None else finished.drafts
+            found["speculative_decoding"] = metrics_of(drafts, self.drafts_told)
         return {"metrics": found}
 
     def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:

@@ -21,7 +21,7 @@ from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.response_fields import drafts_told, system_fingerprint
+from meshlm.frontend.openai.response_fields import system_fingerprint
 from meshlm.frontend.openai.responses import AnswerHead, Response, WholeResponse, trace_headers
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
@@ -35,6 +35,7 @@ from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.extras import generates
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
+from meshlm.runtime.client.draft_metrics import drafts_told
 from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.io_processors import IOProcessor

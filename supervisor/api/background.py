@@ -18,6 +18,7 @@ from tqdm import tqdm
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.runtime.client.draft_metrics import drafts_told
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process.deaths import allowed
 from meshlm.supervisor import io
@@ -88,6 +89,7 @@ class Background:
         client = Client()
         client.mesh_client.set_max_deaths(allowed(self.config.run.max_restarts))
         client.counts.max_model_len = self.config.require_resolved().max_model_len
+        client.counts.drafts_told = drafts_told(self.config)
         me, incarnation = Identity(Role.FRONTEND, 0), Incarnation(time.time_ns())
         client.mesh_client.mesh = mesh = Mesh(me, incarnation, self.config, client)
         try:

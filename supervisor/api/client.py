@@ -16,6 +16,7 @@ from meshlm.protocol.edges.text import Accepted, Prompt, Submit
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.client.draft_metrics import metrics_of
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.client.placement import Choice, RowDetails, choices_of
 from meshlm.runtime.client.questions import Reply
@@ -97,6 +98,8 @@ class OutputSink:
             self._counts.begun(details.first, waited_s, choice.num_prompt_tokens)
         if (end := details.finished) is not None:
             output.pooled = choice.pooled
+            if self._counts.drafts_told is not None:
+                output.spec_decode_metrics = metrics_of(end.drafts, self._counts.drafts_told)
             output.finish_reason, output.stop_reason = end.reason.value, end.stop_reason
             now, sizes = time.monotonic(), (choice.num_prompt_tokens, len(output.token_ids))
             times = (now - choice.opened_at, now - (choice.first_at or choice.opened_at))

@@ -13,6 +13,7 @@ from meshlm.protocol.edges.control import MeshStats, RankStats
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime import buckets
+from meshlm.runtime.client.draft_metrics import DraftsTold
 
 _SEQUENCES = {  # names of histograms, by what is observed
     "ttft": "time_to_first_token_seconds",
@@ -29,6 +30,8 @@ _GAUGES: dict[str, Callable[[RankStats], float]] = {
     "num_requests_waiting": lambda rank: rank.num_waiting,
     "kv_cache_usage_perc": lambda rank: rank.kv_cache_usage,
 }
+_DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens")
+_PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 _COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")  # of a rank, since its scheduler began
 
 
@@ -45,6 +48,13 @@ class Counter(Metric):
     """What only grows."""
 
     value: int
+
+
+@dataclass
+class Vector(Metric):
+    """Counters, one for each place."""
+
+    values: list[int]
 
 
 @dataclass
@@ -99,8 +109,10 @@ class Counts:
 
     def __init__(self) -> None:
         self.max_model_len = 1
+        self.drafts_told: DraftsTold | None = None
         self._engines: dict[str, OfEngine] = {}
-        self._ranks: dict[tuple[int, str], dict[int, int]] = {}  # a rank's counter, by its scheduler's incarnation
+        # A rank's counter and the value of its label, by its scheduler's incarnation.
+        self._ranks: dict[tuple[int, str, str], dict[int, int]] = {}
 
     def engine(self, number: str) -> OfEngine:
         """Of this rank; "": of none yet."""
@@ -138,8 +150,11 @@ class Counts:
         """The mesh's figures came: a scheduler that dies before the next ones has counted these."""
         for rank in stats.ranks:
             self.engine(str(rank.dp_rank))
-            for name in _COUNTERS:
-                self._ranks.setdefault((rank.dp_rank, name), {})[rank.incarnation] = getattr(rank, name)
+            found = {(name, ""): getattr(rank, name) for name in _COUNTERS}
+            for name in (*_DRAFTS, _PER_POSITION):
+                found |= {(name, label): int(count) for label, count in rank.counts.counters.get(name, {}).items()}
+            for counter, count in found.items():
+                self._ranks.setdefault((rank.dp_rank, *counter), {})[rank.incarnation] = count
 
     def snapshot(self, stats: MeshStats, model: str) -> list[Metric]:
         """All metrics. stats: the mesh's figures of this moment, which were taken."""
@@ -150,8 +165,14 @@ class Counts:
             labels = {"model_name": model, "engine": str(rank.dp_rank)}
             for name, value in _GAUGES.items():
                 yield Gauge(f"meshlm:{name}", labels, float(value(rank)))
-            for name in _COUNTERS:
-                yield Counter(f"meshlm:{name}", labels, sum(self._ranks[rank.dp_rank, name].values()))
+            mine = {key[1:]: sum(counts.values()) for key, counts in self._ranks.items() if key[0] == rank.dp_rank}
+            for name in (*_COUNTERS, *_DRAFTS):
+                if (name, "") in mine:
+                    yield Counter(f"meshlm:{name}", labels, mine[name, ""])
+            places = [int(label) for name, label in mine if name == _PER_POSITION]
+            if places:
+                values = [mine.get((_PER_POSITION, str(place)), 0) for place in range(max(places) + 1)]
+                yield Vector(f"meshlm:{_PER_POSITION}", labels, values)
 
     def _of_sequences(self, model: str) -> Iterator[Metric]:
         for number, engine in sorted(self._engines.items()):

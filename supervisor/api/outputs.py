@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 
 from meshlm.protocol.edges.text import PositionLogprobs
+from meshlm.runtime.client.draft_metrics import SpecDecodeMetrics
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
 
 
@@ -35,6 +36,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    spec_decode_metrics: SpecDecodeMetrics | None = None  # with per_request_spec_decode_metrics, at its end
     pooled: bytes = field(default=b"", repr=False)  # of a Pool task: float32
     routed_experts: None = None  # vLLM's names for what is not there
     lora_request: None = None

@@ -6,15 +6,13 @@ import httpx
 import msgspec
 import pytest
 from answering import asking, body, chunks, give, streamed, whole
-from hypothesis import given, strategies
 from parsing import RESOLVED, USER
 from scripted import STOP, Scripted
 
-from meshlm.frontend.openai.response_fields import DraftsTold, drafts_told, speculative_decoding
-from meshlm.protocol.config import MeshConfig, SpeculativeConfig
 from meshlm.protocol.drafting import NAME, Drafting
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.wire.ids import FinishReason
+from meshlm.runtime.client.draft_metrics import DraftsTold
 
 DRAFTING = msgspec.structs.replace(RESOLVED, num_speculative_tokens=3)
 PATHS: dict[str, dict[str, Any]] = {
@@ -126,38 +124,3 @@ def test_a_request_without_drafts_has_zeros() -> None:
         "per_step_accepted": [],
         "per_step_drafted": [],
     }
-
-
-@given(
-    strategies.lists(
-        strategies.integers(1, 15).flatmap(
-            lambda most: strategies.tuples(strategies.just(most), strategies.integers(0, most))
-        )
-    )
-)
-def test_the_histograms_are_those_of_the_steps(steps: list[tuple[int, int]]) -> None:
-    answer, _ = whole(asking(False))
-    drafts = bytes(number for step in steps for number in step)
-    give(answer, 0, [7], "H", Finished(0, FinishReason.STOP, drafts=drafts))
-    found = speculative_decoding(answer.choices[0], DraftsTold(15, by_step=True))
-    histogram, by_length = found["acceptance_histogram"], found["acceptance_histogram_by_draft_length"]
-    assert len(histogram) == 16
-    assert sum(histogram) == sum(map(sum, by_length.values())) == found["num_spec_steps"] == len(steps)
-    assert sum(place * count for place, count in enumerate(histogram)) == found["num_accepted_draft_tokens"]
-    assert sum(int(most) * sum(counts) for most, counts in by_length.items()) == found["num_draft_tokens"]
-    assert list(zip(found["per_step_drafted"], found["per_step_accepted"], strict=True)) == steps
-
-
-@pytest.mark.parametrize(
-    ("level", "most", "told"),
-    [
-        ("none", 3, None),
-        ("summary", 0, None),
-        ("summary", 3, DraftsTold(3, False)),
-        ("detailed", 3, DraftsTold(3, True)),
-    ],
-)
-def test_what_is_told_is_what_the_settings_want(level: Any, most: int, told: DraftsTold | None) -> None:
-    resolved = msgspec.structs.replace(RESOLVED, num_speculative_tokens=most)
-    speculative = SpeculativeConfig(per_request_spec_decode_metrics=level)
-    assert drafts_told(MeshConfig(speculative=speculative, resolved=resolved)) == told

@@ -24,12 +24,14 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, Role
+from meshlm.runtime.client.draft_metrics import DraftsTold, metrics_of
 from meshlm.runtime.errors import LinkFull, MessageTooLong
 from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
 from meshlm.supervisor.api.client import SENDS_A_TURN, Client, name_of
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
 DETOKENIZER = Identity(Role.DETOKENIZER)
+DRAFTS = bytes((2, 1, 3, 0))
 
 
 class StubMesh:
@@ -56,7 +58,8 @@ class StubMesh:
 
 
 def ended(handle: Handle) -> TextDeltas:
-    return TextDeltas(pack_i32([handle]), pack_i32([0]), b"", pack_i32([7]), ["x"], [Finished(0, FinishReason.LENGTH)])
+    end = Finished(0, FinishReason.LENGTH, drafts=DRAFTS)
+    return TextDeltas(pack_i32([handle]), pack_i32([0]), b"", pack_i32([7]), ["x"], [end])
 
 
 def asks(client: Client, count: int) -> Iterator[tuple[Submit, RequestOutput]]:
@@ -86,6 +89,18 @@ def test_all_answers_are_waited_for(later: int) -> None:
     outputs = asyncio.run(run())
     assert [output.request_id for output in outputs] == [f"r{number}" for number in range(SENDS_A_TURN + 5)]
     assert all(output.finished and output.outputs[0].token_ids == [7] for output in outputs)
+
+
+@pytest.mark.parametrize("told", [None, DraftsTold(3, by_step=True)])
+def test_outputs_tell_of_their_drafts_where_that_is_asked_for(told: DraftsTold | None) -> None:
+    async def run() -> RequestOutput:
+        client, _ = connected(0)
+        client.counts.drafts_told = told
+        (found,) = await asyncio.wait_for(client.run(asks(client, 1), None), 30)
+        return found
+
+    (output,) = asyncio.run(run()).outputs
+    assert output.spec_decode_metrics == (None if told is None else metrics_of(DRAFTS, told))
 
 
 def test_a_prompt_that_cannot_be_made_ends_those_before_it() -> None:

@@ -3,9 +3,11 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import Struct
 
+from meshlm.protocol.counts import ProcessCounts
 from meshlm.protocol.edges.control import AskStats, MeshStats, RankStats
 from meshlm.protocol.edges.text import Accepted, Finished, Submit, TextDeltas, TextPrompt
 from meshlm.protocol.edges.token import First
@@ -43,6 +45,26 @@ def test_what_ranks_are_at() -> None:
         assert value(found, "kv_cache_usage_perc", engine) == 0.5
         assert value(found, "num_preemptions", engine) == 1
         assert value(found, "request_success", engine, finished_reason="stop") == 0
+
+
+def test_drafts_of_ranks_as_vllm_has_them() -> None:
+    """Only where some were drafted; the positions as one vector, whichever of them were counted."""
+
+    def drafting(incarnation: int, **positions: float) -> RankStats:
+        counters: dict[str, dict[str, float]] = {
+            f"spec_decode_num_{name}": {"": 10.0} for name in ("drafts", "draft_tokens")
+        }
+        counters["spec_decode_num_accepted_tokens_per_pos"] = {name[1:]: count for name, count in positions.items()}
+        return msgspec.structs.replace(rank(incarnation=incarnation), counts=ProcessCounts(counters))
+
+    counts = Counts()
+    counts.take(MeshStats(True, ranks=(drafting(1, p0=6.0, p2=1.0),)))
+    found = taken(counts, drafting(2, p0=2.0, p1=2.0), rank(1))
+    assert value(found, "spec_decode_num_drafts") == 20
+    assert value(found, "spec_decode_num_accepted_tokens_per_pos").values == [8, 2, 1]
+    drafts = [(one.name, one.labels["engine"]) for one in found if "spec_decode" in one.name]
+    assert ("meshlm:spec_decode_num_accepted_tokens", "0") not in drafts, "none was counted"
+    assert {engine for _, engine in drafts} == {"0"}
 
 
 def test_counters_of_a_rank_never_fall() -> None:
