@@ -3,14 +3,24 @@
 mtp (DeepSeek-AI 2024, section 2.2): a layer behind the last one of the target's own checkpoint. Its embedding and its output projection
 are the target's; the copies that some checkpoints have of them (embed_tokens, shared_head.head) are not loaded.
 
+EAGLE 3 (Li et al. 2025): one layer in files of its own, which reads the target's states behind three of its layers. Its embedding is
+the target's where both have one size of states; its output projection is its own, of fewer tokens, whose ids are their number and d2t's
+entry. Where config.json names no draft_vocab_size the target's is taken. Files name the target's layers in one of two ways:
+eagle_config's ids are those of layers, from 0, behind which states are read (SGLang's, NVIDIA's), others count the layers before
+(vLLM's). Without them they are read behind the first 2, half, and all but 3 of the layers.
+
 How they compute is in workers/models/drafters.py. They have no architecture that a user could serve.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.family import Family, Serves, Weight
+from meshlm.architectures.config_values import boolean, integer, shown, words
+from meshlm.architectures.dense import full_spec
+from meshlm.architectures.family import Family, Serves, Split, Weight
+from meshlm.architectures.weights import PRE_NORMS, transformer_weights
 from meshlm.protocol.layers import Layers
 from meshlm.protocol.model import DraftSpec, ModelSpec
 
@@ -72,3 +82,95 @@ def is_own(name: str, spec: ModelSpec) -> bool:
     inner = name.removeprefix("model.")
     stem = f"layers.{spec.draft.first_layer}."
     return inner.startswith(stem) and not inner.removeprefix(stem).startswith(_SHARED)
+
+
+def fitted(spec: ModelSpec, target: ModelSpec) -> ModelSpec:
+    """A drafter of files of its own, with what the model that it drafts for tells of it. ValueError names what does not fit."""
+    draft, layers = spec.draft, target.num_hidden_layers
+    if draft is None:
+        raise ValueError(f"{spec.architecture} reads no states of another model")
+    for what, own, of_target in (
+        ("a vocabulary of {} tokens", spec.vocab_size, target.vocab_size),
+        ("states of {} numbers", draft.target_hidden_size or spec.hidden_size, target.hidden_size),
+    ):
+        if own != of_target:
+            raise ValueError(f"it is for {what.format(own)}, and {target.architecture} has {what.format(of_target)}")
+    if draft.method != "eagle3":
+        return spec
+    taps = draft.taps or (2, layers // 2, layers - 3)
+    if not all(0 < tap <= layers for tap in taps):
+        raise ValueError(f"it reads states behind {taps} layers, and {target.architecture} has {layers}")
+    return replace(spec, draft=replace(draft, taps=taps))
+
+
+_TAPS = 3
+
+
+def _eagle3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec, own = full_spec(config, architecture), config.get("eagle_config") or {}
+    if spec.num_hidden_layers != 1:
+        raise ValueError(
+            f"num_hidden_layers {spec.num_hidden_layers} is not supported for {architecture}; supported: 1"
+        )
+    if not isinstance(own, dict) or own.get("use_aux_hidden_state", True) is not True:
+        raise ValueError(f"eagle_config {shown(own)} is not supported: states behind several layers are read")
+    ids, before = own.get("eagle_aux_hidden_state_layer_ids"), 1
+    if not ids:
+        ids, before = config.get("eagle_aux_hidden_state_layer_ids") or [], 0
+    if not isinstance(ids, list) or len(ids) not in (0, _TAPS) or any(type(one) is not int for one in ids):
+        raise ValueError(f"eagle_aux_hidden_state_layer_ids must name {_TAPS} layers, got {shown(ids)}")
+    draft = DraftSpec(
+        method="eagle3",
+        target_hidden_size=integer(config, "target_hidden_size", 0),
+        taps=tuple(one + before for one in ids),
+        draft_vocab_size=integer(config, "draft_vocab_size", 0),
+        norm_before_residual=boolean(config, "norm_before_residual"),
+    )
+    if not 0 <= draft.draft_vocab_size <= spec.vocab_size or draft.target_hidden_size < 0:
+        raise ValueError(
+            f"draft_vocab_size is {draft.draft_vocab_size}; it may be vocab_size, {spec.vocab_size}, at most"
+        )
+    return replace(spec, tie_word_embeddings=False, draft=draft)
+
+
+def _eagle3_weights(spec: ModelSpec) -> Iterator[Weight]:
+    draft, hidden = spec.draft, spec.hidden_size
+    assert draft is not None
+    of_target, few = draft.target_hidden_size or hidden, draft.draft_vocab_size
+    yield Weight("fc.weight", "", "fc.weight", (hidden, _TAPS * of_target))
+    yield Weight("midlayer.hidden_norm.weight", "", "hidden_norm.weight", (hidden,))
+    yield Weight("norm.weight", "", "norm.weight", (hidden,))
+    if of_target != hidden:
+        yield Weight("embed_tokens.weight", "", "embed.weight", (spec.vocab_size, hidden), Split.VOCABULARY)
+    for weight in transformer_weights(spec, PRE_NORMS):
+        if weight.layer is not None:
+            shape = (weight.shape[0], 2 * hidden) if weight.parameter == "attention.qkv.weight" else weight.shape
+            yield weight._replace(
+                name=weight.name.replace("model.layers.0.", "midlayer."), gguf="", shape=shape, quantises=False
+            )
+    if few:
+        yield Weight("lm_head.weight", "", "draft_head.weight", (few, hidden))
+    if few and few < spec.vocab_size:
+        yield Weight("d2t", "", "d2t", (few,), integers=True)
+
+
+def _renamed(name: str) -> str:
+    inner = name.removeprefix("model.")
+    return inner.replace("layers.0.", "midlayer.", 1) if inner.startswith("layers.0.") else inner
+
+
+_EAGLE3 = Family(
+    architecture="LlamaForCausalLMEagle3",
+    model_type="llama",
+    spec=_eagle3_spec,
+    weights=_eagle3_weights,
+    keys=words("""
+        draft_vocab_size target_hidden_size norm_before_residual eagle_config eagle_aux_hidden_state_layer_ids
+    """),
+    rename=_renamed,
+    unread=r"t2d|d2t|embed_tokens\.weight|lm_head\.weight",
+    serves=Serves.DRAFTS,
+    compiles=False,
+    model="meshlm.workers.models.drafters:Eagle3",
+)
+DRAFTERS = {name: _EAGLE3._replace(architecture=name) for name in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")}

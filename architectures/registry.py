@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from meshlm.architectures.drafters import NEXTN, nextn_family
+from meshlm.architectures.drafters import DRAFTERS, NEXTN, nextn_family
 from meshlm.architectures.family import Family, Serves, Weight, stem_of
 from meshlm.protocol.model import ModelSpec
 
@@ -127,7 +127,8 @@ def family_of(architecture: str) -> Family | None:
     if architecture.endswith(NEXTN):
         target = family_of(architecture.removesuffix(NEXTN))
         return nextn_family(target) if target is not None and target.nextn else None
-    return _family(architecture) if architecture in _FAMILIES or architecture == TRANSFORMERS else None
+    known = architecture in _FAMILIES or architecture in DRAFTERS or architecture == TRANSFORMERS
+    return _family(architecture) if known else None
 
 
 def serves(spec: ModelSpec) -> Serves:
@@ -163,6 +164,8 @@ def weights_of(spec: ModelSpec) -> dict[str, Weight]:
 def _family(architecture: str) -> Family:
     if architecture == TRANSFORMERS:
         return _TRANSFORMERS
+    if architecture in DRAFTERS:
+        return DRAFTERS[architecture]
     if architecture.endswith(NEXTN):
         return nextn_family(_family(architecture.removesuffix(NEXTN)))
     found = _FAMILIES[architecture]

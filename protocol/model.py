@@ -135,9 +135,8 @@ class DraftSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     method: Literal["mtp", "eagle", "eagle3"]
     first_layer: int = 0  # mtp: the number in the checkpoint of its first layer, which stands behind the target's
     target_hidden_size: int = 0  # numbers of a target's state; 0: hidden_size
-    taps: tuple[
-        int, ...
-    ] = ()  # eagle3: the numbers of the target's layers behind which it reads states; empty: the target tells
+    taps: tuple[int, ...] = ()
+    """eagle3: it reads the target's states behind so many layers each; empty: where the number of the target's layers says."""
     draft_vocab_size: int = 0  # tokens of its own output projection; 0: it is the target's
     norm_before_residual: bool = False  # eagle3: the residual begins with normed states
     fc_bias: bool = False  # eagle: of the product that makes one state of an embedding and a target's state

@@ -26,6 +26,7 @@ SCALE_OF_KV_CACHE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\."
     r"(?:(?:attn\.|qkv_proj\.|[kv]_proj\.)?(?P<one>k|v|kv)_scale|(?P<output>[kv])_proj\.output_scale|(?P<cache>[kv])_cache\.scale)"
 )
+DRAFT_VOCABULARY = ("d2t", "t2d")  # which tokens a drafter knows, of EAGLE 3
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _NEEDLESS = re.compile(
     r"(model\.)?((layers\.\d+\.(self_attn|attn|attention)\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)"
@@ -125,6 +126,7 @@ def check_types(
         (name, dtype)
         for name, dtype in tensors
         if dtype not in FLOATS
+        and name not in DRAFT_VOCABULARY
         and not is_needless(name)
         and not (dtype == FP8 and scheme_of(quantization, name.removesuffix(".weight")) is not None)
         and not is_mxfp4(quantization, name, dtype)

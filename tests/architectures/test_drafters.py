@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from meshlm.architectures.drafters import is_own, nextn_spec
+from meshlm.architectures.drafters import DRAFTERS, fitted, is_own, nextn_spec
 from meshlm.architectures.family import Family, Serves
 from meshlm.architectures.registry import architectures, families, family_of, weights_of
 from meshlm.protocol.layers import LayerSpec, MLASpec
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_config import parse_config
 
 V3: dict[str, Any] = {
@@ -95,3 +96,92 @@ def test_no_drafter_is_a_model_to_serve() -> None:
         assert found is not None
         assert (found.serves, f"{name}NextN" in architectures()) == (Serves.DRAFTS, False)
     assert family_of("NoneNextN") is family_of("LlamaForCausalLMNextN") is None
+
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+EAGLE3: dict[str, Any] = LLAMA | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 2048,
+    "draft_vocab_size": 32000,
+}
+
+
+def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
+    return parse_config({**config, **changes}, Path("m"))[0]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_drafter_of_eagle_3(name: str) -> None:
+    spec = fitted(spec_of(EAGLE3, architectures=[name]), spec_of(LLAMA))
+    assert spec.draft is not None
+    assert spec.draft.taps == (2, 16, 29)
+    weights = weights_of(spec)
+    assert {weight: found.shape for weight, found in weights.items() if found.layer is None} == {
+        "fc.weight": (4096, 12288),
+        "midlayer.hidden_norm.weight": (4096,),
+        "norm.weight": (4096,),
+        "lm_head.weight": (32000, 4096),
+        "d2t": (32000,),
+    }
+    assert weights["midlayer.self_attn.k_proj.weight"].shape == (1024, 8192)
+    assert weights["midlayer.self_attn.o_proj.weight"].shape == (4096, 4096)
+    assert name not in architectures()
+
+
+@pytest.mark.parametrize(
+    ("keys", "taps"),
+    [
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 14, 28]}}, (2, 15, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 16, 32]}, (2, 16, 32)),
+    ],
+)
+def test_the_layers_whose_states_are_read(keys: dict[str, Any], taps: tuple[int, ...]) -> None:
+    found = fitted(spec_of(EAGLE3, **keys), spec_of(LLAMA)).draft
+    assert found is not None
+    assert found.taps == taps
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported for LlamaForCausalLMEagle3; supported: 1"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "eagle_config .* is not supported"),
+        ({"eagle_config": 3}, "eagle_config 3 is not supported"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"must name 3 layers, got \[1, 2\]"),
+        ({"draft_vocab_size": 128257}, "draft_vocab_size is 128257; it may be vocab_size, 128256, at most"),
+        ({"bias": True}, "bias True changes what the model computes"),
+    ],
+)
+def test_what_no_drafter_can_be(keys: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        spec_of(EAGLE3, **keys)
+
+
+@pytest.mark.parametrize(
+    ("of_target", "said"),
+    [
+        ({"vocab_size": 128000}, "for a vocabulary of 128256 tokens, and LlamaForCausalLM has a vocabulary of 128000"),
+        ({"hidden_size": 2048}, "it is for states of 4096 numbers, and LlamaForCausalLM has states of 2048 numbers"),
+        ({"num_hidden_layers": 3}, r"it reads states behind \(2, 1, 0\) layers, and LlamaForCausalLM has 3"),
+    ],
+)
+def test_a_drafter_of_another_model(of_target: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fitted(spec_of(EAGLE3), spec_of(LLAMA, **of_target))
+
+
+def test_a_model_is_no_drafter_of_states() -> None:
+    with pytest.raises(ValueError, match="LlamaForCausalLM reads no states of another model"):
+        fitted(spec_of(LLAMA), spec_of(LLAMA))

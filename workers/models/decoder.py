@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.backend import StepAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
@@ -167,6 +168,8 @@ class Decoder(nn.Module):
         self.rope = torch.empty(0)
         self.comm: Communicator = SINGLE_RANK
         self._max_len, self._head_rows, self._head_weight = max_len, rows, torch.empty(0)
+        self._taps: tuple[int, ...] = ()
+        self.tapped, self._dtype = torch.empty(0), torch.get_default_dtype()
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
@@ -258,13 +261,34 @@ class Decoder(nn.Module):
             assert residual is not None
             x = PartialSum(residual)
         context = ForwardContext(batch, self.rope, attention, ops)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             assert isinstance(layer, DecoderLayer)
             x = layer(x, cache, context, normed)
             normed = None
-        if self.norm is not None:
-            return self.normed(x)
-        return x.value if x.residual is None else x.residual.add_(ops.finish_sum(x, x.residual.dtype))
+            if number in self._taps:
+                x = self._leave(x, number)
+        return self.normed(x) if self.norm is not None else self.state(x)
+
+    def state(self, x: PartialSum) -> Tensor:
+        """[t, hidden]: the residual with all that is added to it, in the residual's memory."""
+        return x.value if x.residual is None else x.residual.add_(self.ops.finish_sum(x, x.residual.dtype))
+
+    def tap(self, layers: tuple[int, ...], most: int) -> None:
+        """Once, after `prepare` and before the first step of at most so many tokens: from then on `forward` leaves in the first rows of
+        `tapped` [most, layers * hidden] the states behind its first layers[0] layers, behind its first layers[1], and so on. Layers are
+        computed one by one then, and no two micro-batches at once. ProcessFatal: it does not compute as most models do."""
+        if type(self).forward is not Decoder.forward or not all(0 < one <= len(self.layers) for one in layers):
+            raise ProcessFatal(f"{self.spec.architecture} does not give the states behind its layers {layers}")
+        some = next(self.layers.parameters())
+        self.tapped = torch.empty(most, len(layers) * self.spec.hidden_size, dtype=self._dtype, device=some.device)
+        self._taps, self.executor = layers, None
+
+    def _leave(self, x: PartialSum, behind: int) -> PartialSum:
+        state = self.state(x)
+        places = self.tapped[: len(state)].unflatten(1, (len(self._taps), -1))
+        for place in (place for place, layers in enumerate(self._taps) if layers == behind):
+            places[:, place] = state
+        return PartialSum(state)
 
     def normed(self, x: PartialSum) -> Tensor:
         assert self.norm is not None
