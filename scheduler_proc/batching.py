@@ -23,7 +23,7 @@ from meshlm.runtime.process.counts import Counts
 from meshlm.runtime.process.in_hand import hold
 from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.budget import StepBudget
-from meshlm.scheduler_proc.drafts import make_budget, plan_drafts
+from meshlm.scheduler_proc.drafts import group_of, make_budget, plan_drafts
 from meshlm.scheduler_proc.extras import end_between
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.residency import Residency
@@ -342,7 +342,9 @@ class Batching:
         self._token_bytes += self._bytes_of_step(request)
         builder.new_row_bytes += sizes.new_row_bytes(request)
         work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
-        builder.new_rows.append(NewRow(request.row, tokens, request.num_prompt, blocks, work.sampling, work.extras))
+        group = group_of(work.cache_salt) if self.drafts is not None else b""
+        new = NewRow(request.row, tokens, request.num_prompt, blocks, work.sampling, work.extras, group)
+        builder.new_rows.append(new)
 
     def count(self) -> None:
         """Brings the gauges of /metrics up to date."""

@@ -1,5 +1,6 @@
 """Plans the drafted tokens that a step verifies behind each decode. Pure; used by batching.py."""
 
+import hashlib
 from array import array
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,11 @@ def make_budget(max_rows: int, max_drafts: int) -> "DraftBudget | None":
     from meshlm.scheduler_proc.draft_budget import DraftBudget  # numpy, which schedulers without drafts do without
 
     return DraftBudget(max_rows, max_drafts)
+
+
+def group_of(cache_salt: str) -> bytes:
+    """NewRow.group: requests with different salts share no past answers, as they share no blocks."""
+    return hashlib.sha256(cache_salt.encode()).digest()[:16] if cache_salt else b""
 
 
 def plan_drafts(builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", most_tokens: int, token_s: float) -> None:

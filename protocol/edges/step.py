@@ -58,6 +58,7 @@ class NewRow(Struct, frozen=True, omit_defaults=True):
     block_ids: bytes  # int32[., groups]: the table so far, cached prefix included; any block where no token looks
     sampling: SamplingParams
     extras: Extras = ()
+    group: bytes = b""  # whose past answers may be drafted: a digest of the cache_salt; of those without: empty
 
 
 class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):

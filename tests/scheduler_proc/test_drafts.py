@@ -41,6 +41,19 @@ def test_a_worker_without_a_drafter_is_sent_the_plans_of_before() -> None:
         assert (plan.num_drafts, plan.counts, plan.num_tokens) == (b"", b"", 1)
 
 
+def test_rows_with_equal_salts_are_one_group() -> None:
+    bench = Bench(limits(), 64, 4, 3)
+    groups: dict[int, bytes] = {}  # by row, in the order in which requests got them
+    for name, salt in enumerate(["", "a", "b", "a"]):
+        bench.assign(name, PROMPT, 40, cache_salt=salt)
+        while len(groups) <= name:
+            groups |= {row.row: row.group for plan in bench.plans for row in plan.new_rows}
+            bench.step()
+    none, a, b, again = groups.values()
+    assert (none, a) == (b"", again)
+    assert len({none, a, b}) == 3
+
+
 @pytest.mark.parametrize("most", [0, 1, 9])
 def test_a_request_has_no_more_drafts_than_it_wants(most: int) -> None:
     bench = Bench(limits(), 64, 4, 3)

@@ -118,7 +118,7 @@ COLUMNS = token.LogprobColumns(
     top_ids=pack_i32([8, -1]),
     top_logprobs=pack_f32([-0.25, -1.0]),
 )
-NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.extras)
+NEW_ROW = step.NewRow(Row(4), pack_i32([1, 2]), 2, pack_i32([10, 11]), SAMPLING, WORK.extras, b"whose")
 TOKEN_LOGPROB = text.TokenLogprob(220, -0.125, 1, " ", b" ")
 POSITION = text.PositionLogprobs(TOKEN_LOGPROB, 1, (TOKEN_LOGPROB, text.TokenLogprob(9, -2.0, 2, "�", b"\xff")))
 GRAPHS = control.GraphCounts({"decode": 9}, {"too_many_tokens": 2}, 5, {"few_tokens": 3}, (40, 20), {"mixed": 2})
