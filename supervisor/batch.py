@@ -89,9 +89,8 @@ def answered_line(custom_id: str, status: int, body: Json) -> bytes:
 def failed_line(custom_id: str, status: int, message: str) -> bytes:
     """The line of a request that was not sent, or that no server answered."""
     kind = "invalid_request_error" if status == 400 else "internal_error"
-    return _encoded_line(
-        custom_id, status, None, {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    )
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return _encoded_line(custom_id, status, None, {"error": error})
 
 
 def _encoded_line(custom_id: str, status: int, body: Json | None, error: Json | None) -> bytes:
@@ -271,7 +270,6 @@ def _line(custom_id: str, status: int, answer: bytes) -> tuple[bool, bytes]:
     try:
         found = json.loads(answer)
     except ValueError:
-        return False, failed_line(
-            custom_id, 500, f"HTTP {status}, and no JSON: {answer[:200].decode(errors='replace')}"
-        )
+        text = f"HTTP {status}, and no JSON: {answer[:200].decode(errors='replace')}"
+        return False, failed_line(custom_id, 500, text)
     return status == 200, answered_line(custom_id, status, found)

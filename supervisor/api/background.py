@@ -134,8 +134,11 @@ def _result(future: Future[T]) -> T:
         raise
 
 
-async def unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) -> T:
-    """Gives what `work` gives, or raises StartError with the reason when the mesh ends before."""
+ENDED = "the mesh has ended"  # in good order, or by an error that is none of ours
+
+
+async def unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T], ended: str = ENDED) -> T:
+    """Gives what `work` gives, or raises StartError with the reason when the mesh ends before; `ended` where it has none."""
     task = asyncio.ensure_future(work)
     either: set[asyncio.Future[Any]] = {task, supervisor.ended}
     try:
@@ -144,17 +147,17 @@ async def unless_ended(supervisor: io.Supervisor, work: Coroutine[Any, Any, T]) 
             return task.result()
     finally:
         task.cancel()
-    raise end_of(supervisor)
+    raise end_of(supervisor, ended)
 
 
-def end_of(supervisor: io.Supervisor) -> StartError:
+def end_of(supervisor: io.Supervisor, ended_in_order: str = ENDED) -> StartError:
     """Why the mesh has ended. An error that is raised again and again keeps the frames of all who raised it, so each call gets one of
     its own."""
     ended = supervisor.ended
     found = ended.exception() if ended.done() and not ended.cancelled() else None
     if isinstance(found, ContextDoesNotFit):
         return ContextDoesNotFit(str(found), found.fits)
-    return StartError(str(found) if isinstance(found, StartError) else "the mesh has ended")
+    return StartError(str(found) if isinstance(found, StartError) else ended_in_order)
 
 
 class _Batch(NamedTuple):

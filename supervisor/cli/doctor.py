@@ -24,9 +24,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     flags.add_flags(parser, from_file=True)
     parser.add_argument("--json", action="store_true", help="machine-readable")
-    parser.add_argument(
-        "--no-communication", action="store_true", help="do not have processes talk over torch.distributed"
-    )
+    without = "do not have processes talk over torch.distributed"
+    parser.add_argument("--no-communication", action="store_true", help=without)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -35,9 +35,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "`meshlm serve` say. `meshlm serve FOLDER --load-format sharded_state` with the same flags reads only what each worker has.",
     )
     save.add_argument("--output", required=True, metavar="FOLDER", help="a folder that is not there yet, or empty")
-    save.add_argument(
-        "--max-file-size", type=parse_bytes, default=5 << 30, metavar="BYTES", help="of one file (default 5G)"
-    )
+    size = "of one file (default 5G)"
+    save.add_argument("--max-file-size", type=parse_bytes, default=5 << 30, metavar="BYTES", help=size)
     flags.add_flags(save)
     save.set_defaults(run=run_save_sharded_state)
 
@@ -80,8 +79,7 @@ def run_save_sharded_state(arguments: argparse.Namespace) -> int:
 
 def save(config: MeshConfig, output: Path, max_bytes: int) -> None:
     """UsageError for what cannot be saved, StartError where a rank fails."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     if resolved.load_format in ("gguf", "sharded_state") or resolved.spec.transformers is not None:
         kind = "--model-impl transformers" if resolved.spec.transformers is not None else resolved.load_format
         raise UsageError(f"save-sharded-state: {resolved.model_path} ({kind}) has no state that could be saved")

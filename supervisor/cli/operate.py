@@ -12,7 +12,7 @@ from meshlm.protocol.config.changing import CHANGING, known
 from meshlm.protocol.wire.ids import Identity
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import status
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 from meshlm.supervisor.settings.sizes import parse_bytes
 
 RESTART_POLL_S, POLL_S = 0.1, 0.2
@@ -76,23 +76,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run_restart(arguments: argparse.Namespace) -> int:
     if arguments.what != "all":
-        try:
+        with raised_as(UsageError, ValueError):
             Identity.parse(arguments.what)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
     run_dir = status.find(arguments.port, arguments.run_dir)
     control.request(run_dir, {"command": "restart", "what": arguments.what})
-    seen = 0
-    while True:
+    seen, outcome = 0, None
+    while outcome is None:
         news = control.request(run_dir, {"command": "restart-news", "from": seen})
         lines, outcome = news["lines"], news["outcome"]
         assert isinstance(lines, list)
         seen += len(lines)
         for line in lines:
             print(line, flush=True)
-        if outcome is not None:
-            break
-        time.sleep(RESTART_POLL_S)
+        if outcome is None:
+            time.sleep(RESTART_POLL_S)
     if outcome:
         raise StartError(str(outcome))
     print("done: all are ready")
@@ -155,9 +152,8 @@ def _wait(run_dir: Path, timeout_s: float | None) -> None:
             print(f"draining: {num_open} requests are open", flush=True)
             shown = num_open
         if end is not None and time.monotonic() > end:
-            raise StartError(
-                f"{num_open} requests are still open after {timeout_s:.0f} s; new ones are refused (--undo)"
-            )
+            why = f"{num_open} requests are still open after {timeout_s:.0f} s"
+            raise StartError(f"{why}; new ones are refused (--undo)")
         time.sleep(POLL_S)
 
 
@@ -169,10 +165,8 @@ def run_set(arguments: argparse.Namespace) -> int:
             raise UsageError(f"{arguments.name}: it cannot change while the mesh runs; these can: {known()}")
         if arguments.value is None:
             raise UsageError(f"{arguments.name}: a value is expected")
-        try:
+        with raised_as(UsageError, argparse.ArgumentTypeError, of=arguments.name):
             request["values"] = {name: parse_bytes(arguments.value) if name in SIZES else arguments.value}
-        except argparse.ArgumentTypeError as error:
-            raise UsageError(f"{arguments.name}: {error}") from None
     reply = control.request(status.find(arguments.port, arguments.run_dir), request)["settings"]
     assert isinstance(reply, dict)
     if arguments.json:

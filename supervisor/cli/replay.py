@@ -16,7 +16,7 @@ import msgspec
 from meshlm.supervisor import control, replay
 from meshlm.supervisor.cli import run_batch, status
 from meshlm.supervisor.cli.terminal import Server
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 from meshlm.supervisor.replay import DIFFERS, NOT_ANSWERED, SAME, SKIPPED
 from meshlm.supervisor.settings import flags
 
@@ -77,10 +77,8 @@ def _server(arguments: argparse.Namespace) -> Server:
         raise UsageError(f"{of_mesh[0] if of_mesh else '--config'}: it is for a mesh of its own, which needs MODEL")
     host = given.get("host") or run_batch.LOOPBACK
     url = arguments.url or f"http://{f'[{host}]' if ':' in host else host}:{given.get('port', 8000)}"
-    try:
+    with raised_as(UsageError, ValueError, of=f"--url {url}"):
         server = Server.of(url, run_batch.key_of(arguments))
-    except ValueError as error:
-        raise UsageError(f"--url {url}: {error}") from None
     return server._replace(base=server.base.removesuffix("/v1"))
 
 

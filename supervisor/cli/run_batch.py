@@ -25,16 +25,18 @@ from tqdm import tqdm
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import batch, io
+from meshlm.supervisor.api.background import unless_ended
 from meshlm.supervisor.batch import Counts
 from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.cli.terminal import Server
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import addresses, flags, node_rules, placement, resolve, vllm_env
 
 LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
+TOO_EARLY = "the mesh has ended before its requests"
 Work = Callable[[Server, threading.Event], int]
 # All work comes at once, nothing idles then, and each answer is in the file.
 ALL_AT_ONCE = {
@@ -57,19 +59,16 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("-i", "--input-file", required=True, help="file of requests, or its http(s) address (GET)")
     parser.add_argument("-o", "--output-file", required=True, help="file for the answers, or its http(s) address (PUT)")
     parser.add_argument("--output-tmp-dir", help="folder that holds the answers until they are PUT")
-    parser.add_argument(
-        "--enable-metrics", action="store_true", help="serve GET /metrics, and all else, at --host and --port"
-    )
+    metrics = "serve GET /metrics, and all else, at --host and --port"
+    parser.add_argument("--enable-metrics", action="store_true", help=metrics)
     parser.add_argument("--url", help=argparse.SUPPRESS)  # vLLM's older name of --host
     parser.add_argument("--server", help="a server that runs, http://host:port, instead of a mesh of its own")
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.server is not None:
-        try:
+        with raised_as(UsageError, ValueError, of=f"--server {arguments.server}"):
             server = Server.of(arguments.server, key_of(arguments))
-        except ValueError as error:
-            raise UsageError(f"--server {arguments.server}: {error}") from None
         return _answer(arguments, server)
     return with_own_mesh(arguments, partial(_answer, arguments))
 
@@ -109,9 +108,8 @@ def _config(arguments: argparse.Namespace) -> MeshConfig:
         streams.complain(f"meshlm: {idle}", "warning")
     for name in ("api_key_file", "ssl_certfile"):
         if getattr(config.server, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')}: it is for `meshlm serve`; this command asks its mesh over plain HTTP"
-            )
+            flag, why = f"--{name.replace('_', '-')}", "this command asks its mesh over plain HTTP"
+            raise UsageError(f"{flag}: it is for `meshlm serve`; {why}")
     if arguments.enable_metrics:
         return serve.with_keys(config)
     with socket.socket() as probe:
@@ -133,21 +131,10 @@ async def _run(work: Work, config: MeshConfig, display: StartDisplay) -> int:
     server, ended = config.server, threading.Event()
     host = LOOPBACK if server.address in ("0.0.0.0", "::") else server.address
     there = Server(False, host, server.port, "", next(iter(server.api_key), ""))
-    task: asyncio.Task[int] | None = None
     try:
         await supervisor.start()
-        ready = asyncio.ensure_future(supervisor.ready.wait())
-        either: set[asyncio.Future[Any]] = {ready, supervisor.ended}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if ready.done():
-            task = loop.create_task(asyncio.to_thread(work, there, ended))
-            both: set[asyncio.Future[Any]] = {task, supervisor.ended}
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        ready.cancel()
-        if task is None or not task.done():
-            supervisor.ended.result()
-            raise StartError("the mesh has ended before its requests")
-        return task.result()
+        await unless_ended(supervisor, supervisor.ready.wait(), TOO_EARLY)
+        return await unless_ended(supervisor, asyncio.to_thread(work, there, ended), TOO_EARLY)
     finally:
         ended.set()
         supervisor.stop(0.0)
@@ -168,7 +155,6 @@ def _answer(arguments: argparse.Namespace, server: Server, ended: threading.Even
             bar.update()
 
         counts = batch.run(source, out, server, told, ended)
-    print(
-        f"{counts.answered} requests answered, {counts.failed} with an error: {arguments.output_file}", file=sys.stderr
-    )
+    said = f"{counts.answered} requests answered, {counts.failed} with an error: {arguments.output_file}"
+    print(said, file=sys.stderr)
     return 1 if counts.failed else 0

@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import setproctitle
 import uvloop
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.wire.ids import Identity, Role
@@ -21,16 +21,15 @@ from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import io
 from meshlm.supervisor.cli import plan
 from meshlm.supervisor.cli.display import StartDisplay
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.nodes import joining
 from meshlm.supervisor.processes import rundir
 from meshlm.supervisor.settings import addresses, flag_rules, flags, node_rules, placement, resolve, rules, vllm_env
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "serve", help="serve a model over HTTP", description="Serve a model to OpenAI-style HTTP clients."
-    )
+    description = "Serve a model to OpenAI-style HTTP clients."
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=description)
     flags.add_flags(parser, from_file=True)
     parser.add_argument(
         "--dry-run",
@@ -65,18 +64,16 @@ def dry_run(config: MeshConfig, form: str) -> int:
 
 def config_of(arguments: argparse.Namespace) -> MeshConfig:
     """The configuration that the flags, the file and the environment say."""
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(0)
-    )  # until the supervisor has its own: nothing runs, what was made is removed
+    # Until the supervisor has its own: nothing runs, what was made is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     config = flags.build(vars(arguments), arguments.config, vllm_env.settings_of(os.environ))
     if config.run.log_format == "json":
         streams.json_from_here()
     if idle := vllm_env.without_effect(os.environ):
         streams.complain(f"meshlm: {idle}", "warning")
     if idle := of_the_head(config):
-        streams.complain(
-            f"meshlm: without effect on a --headless node, since the head alone serves HTTP: {idle}", "warning"
-        )
+        why = "without effect on a --headless node, since the head alone serves HTTP"
+        streams.complain(f"meshlm: {why}: {idle}", "warning")
     return with_files(with_keys(config))
 
 
@@ -100,13 +97,11 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
         config = resolve.for_mesh(config, at_most)
         rules.check(flag_rules.audio(config))
         if renders_only:
-            assert config.resolved is not None
-            resolved = msgspec.structs.replace(config.resolved, renders_only=True)
-            config = msgspec.structs.replace(config, resolved=resolved)
+            config = replace(config, resolved=replace(config.require_resolved(), renders_only=True))
         if not config.run.run_dir:
             rundir.remove_dead(rundir.base_dir(os.environ))
         with rundir.taken(run_dir(config)) as path:
-            config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, run_dir=str(path)))
+            config = replace(config, run=replace(config.run, run_dir=str(path)))
             me = Identity(Role.SUPERVISOR, placement.node_index(config))
             logs.configure(config.run, identity=me)
             logs.keep(path, me, time.time_ns())
@@ -130,22 +125,19 @@ def with_keys(config: MeshConfig) -> MeshConfig:
         vllm_env.check_key("--admin-api-key", key)
         if key in keys:
             raise UsageError("--admin-api-key: the same key is one of --api-key, and would be for admin too")
-    server = msgspec.structs.replace(config.server, api_key=keys, admin_api_key=admin)
-    return msgspec.structs.replace(config, server=server)
+    return replace(config, server=replace(config.server, api_key=keys, admin_api_key=admin))
 
 
 def with_files(config: MeshConfig) -> MeshConfig:
     """The tree with whole paths of certificates and keys. UsageError for files that cannot be used."""
     named = ("api_key_file", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
     paths = {name: str(Path(path).absolute()) for name in named if (path := getattr(config.server, name))}
-    server = msgspec.structs.replace(config.server, **paths)
-    try:
+    server = replace(config.server, **paths)
+    with raised_as(UsageError, tls.TLSError, KeyFileError):
         tls.make_context(server)
         if server.api_key_file:
             read_file(server.api_key_file)
-    except (tls.TLSError, KeyFileError) as error:
-        raise UsageError(str(error)) from None
-    return msgspec.structs.replace(config, server=server)
+    return replace(config, server=server)
 
 
 def run_dir(config: MeshConfig) -> Path:
@@ -165,9 +157,8 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
         nonlocal stopping
         stopping += 1
         if stopping == 1:
-            display.line(
-                f"stopping: up to {config.run.drain_timeout:.0f} s for running requests; again to stop at once"
-            )
+            limit = f"up to {config.run.drain_timeout:.0f} s for running requests"
+            display.line(f"stopping: {limit}; again to stop at once")
             supervisor.stop()
         else:
             supervisor.kill()
@@ -175,11 +166,8 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
             loop.add_signal_handler(number, on_signal)
-    assert config.resolved is not None
-    display.line(
-        f"starting {config.resolved.served_names[0]} on {config.resolved.device} in {config.resolved.dtype}"
-        f"{_instead_of_text(config.resolved)}"
-    )
+    of = config.require_resolved()
+    display.line(f"starting {of.served_names[0]} on {of.device} in {of.dtype}{_instead_of_text(of)}")
     try:
         await supervisor.start()
         announce = loop.create_task(_announce(supervisor, display))
@@ -202,9 +190,8 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     if not server.has_keys:
         display.line(*_who_reaches(server))
     if not server.has_api_keys and "*" in server.cors_origins:
-        display.line(
-            "warning: no API key is set and --allowed-origins has *: every web page may use the server", "warning"
-        )
+        text = "no API key is set and --allowed-origins has *: every web page may use the server"
+        display.line(f"warning: {text}", "warning")
     display.line(f"ready: {address}   (Ctrl-C stops)")
 
 
@@ -222,7 +209,5 @@ def _who_reaches(server: ServerConfig) -> tuple[str, str]:
     if server.is_local:
         text = "no API key is set: only this host is served. --api-key or MESHLM_API_KEY opens it to others, --host 0.0.0.0 to all"
         return text, "info"
-    text = (
-        f"no API key is set, and whoever reaches {server.address}:{server.port} may use the server: set MESHLM_API_KEY"
-    )
-    return f"warning: {text}, or leave --host out", "warning"
+    text = f"no API key is set, and whoever reaches {server.address}:{server.port} may use the server"
+    return f"warning: {text}: set MESHLM_API_KEY, or leave --host out", "warning"

@@ -30,9 +30,8 @@ from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     status = commands.add_parser("status", help="show the processes of a running mesh")
     status.add_argument("--json", action="store_true", help="machine-readable")
-    status.add_argument(
-        "--why", action="store_true", help="show the last events of processes that died, also of a mesh that is gone"
-    )
+    why = "show the last events of processes that died, also of a mesh that is gone"
+    status.add_argument("--why", action="store_true", help=why)
     add_mesh_choice(status)
     status.set_defaults(run=run_status)
 
@@ -147,17 +146,9 @@ def show(status: control.MeshStatus) -> None:
         rows = [[cells[0], *cells[2:]] for cells in rows]
     rows = [[readable(cell) for cell in cells] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    right = {
-        column_index
-        for column_index, heading in enumerate(rows[0])
-        if heading in ("pid", "uptime", "restarts", "memory")
-    }
+    pads = [str.rjust if name in ("pid", "uptime", "restarts", "memory") else str.ljust for name in rows[0]]
     for cells in rows:
-        padded = (
-            c.rjust(w) if column_index in right else c.ljust(w)
-            for column_index, (c, w) in enumerate(zip(cells, widths))
-        )
-        print("  ".join(padded).rstrip())
+        print("  ".join(pad(cell, width) for pad, cell, width in zip(pads, cells, widths)).rstrip())
 
 
 def _memory(rss_bytes: int) -> str:
@@ -198,12 +189,10 @@ def is_process(wanted: str) -> bool:
 def line_of(event: Event, *, date: bool = False) -> str:
     """One line for people."""
     at = event.get("at", 0.0)
-    clock = (
-        time.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S", time.localtime(at)) + f".{int(at % 1 * 1000):03d}"
-    )
-    fields = " ".join(
-        f"{name}={value}" for name, value in event.items() if name not in _OWN_PLACE and value is not None
-    )
+    layout = "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S"
+    clock = f"{time.strftime(layout, time.localtime(at))}.{int(at % 1 * 1000):03d}"
+    others = {name: value for name, value in event.items() if name not in _OWN_PLACE and value is not None}
+    fields = " ".join(f"{name}={value}" for name, value in others.items())
     text = f"{clock} {event.get('process', ''):<14} {event.get('level', ''):<7} {event.get('event', '')}"
     return "\n".join(readable(line) for line in f"{text} {fields}".rstrip().split("\n"))
 

@@ -173,9 +173,9 @@ def _processes(processes: Sequence[ProcessView]) -> list[Text]:
 def _requests(snapshot: Snapshot) -> list[Text]:
     rows = [_request(one) for one in snapshot.running[:NUM_REQUESTS]]
     oldest = f"the oldest of {snapshot.num_open} open requests"
-    return (
-        _table([oldest, "time#", "output#", "rank", "where it is"], rows) if rows else [Text("no open requests", "dim")]
-    )
+    if not rows:
+        return [Text("no open requests", "dim")]
+    return _table([oldest, "time#", "output#", "rank", "where it is"], rows)
 
 
 def _request(request: RequestView) -> list[Cell]:
@@ -199,9 +199,7 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[Text]:
     """Lines of padded cells; what a name with # stands above is a number."""
     right = [name.endswith("#") for name in names]
     head = [name.removesuffix("#") for name in names]
-    widths = [
-        max(len(name), *(len(row[place][0]) for row in rows)) if rows else len(name) for place, name in enumerate(head)
-    ]
+    widths = [max([len(name), *(len(row[place][0]) for row in rows)]) for place, name in enumerate(head)]
     lines = [_line([(name, "dim") for name in head], widths, right)]
     return lines + [_line(row, widths, right) for row in rows]
 

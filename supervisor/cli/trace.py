@@ -17,7 +17,7 @@ from meshlm.protocol.timeline import MAX_SECONDS, Span, TimelinePart
 from meshlm.protocol.wire.ids import Role
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import status
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 
 POLL_S = 0.1
 ANSWER_S = 30.0
@@ -31,12 +31,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "file in Chrome's trace format. Open it at https://ui.perfetto.dev, which reads it in the browser.",
     )
     parser.add_argument("--seconds", type=float, default=5.0, help=f"how long, at most {MAX_SECONDS:g} (default: 5)")
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("trace.json"), help="file to write (default: trace.json)"
-    )
-    parser.add_argument(
-        "--gpu", action="store_true", help="with the kernels of the workers' devices; the server needs --profiler-dir"
-    )
+    output, gpu = "file to write (default: trace.json)", "with the kernels of the workers' devices; the server needs "
+    parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), help=output)
+    parser.add_argument("--gpu", action="store_true", help=f"{gpu}--profiler-dir")
     status.add_mesh_choice(parser)
 
 
@@ -51,17 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     begun = _ask(run_dir, {"command": "trace", "seconds": arguments.seconds})
     print(f"recording {begun['processes']} processes for {arguments.seconds:g} s", flush=True)
     try:
-        told = _wait(run_dir, begun["number"], arguments.seconds)
+        time.sleep(arguments.seconds)
+        told = _wait(run_dir, {"command": "trace-state", "number": begun["number"]})
     finally:
         kernels = _profile(run_dir, start=False) if arguments.gpu else []
     timelines = _read(Path(str(told["path"])))
     found = events(timelines)
     for path in kernels:
         found += _of_profiler(Path(str(path)), timelines)
-    try:
+    with raised_as(StartError, OSError, of=f"-o {arguments.output}"):
         arguments.output.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}), "utf-8")
-    except OSError as error:
-        raise StartError(f"-o {arguments.output}: {error.strerror}") from None
     lost = sum(record.num_lost for record in timelines)
     print(f"{arguments.output}: {len(timelines)} processes, {sum(len(one.spans) for one in timelines)} spans")
     if lost:
@@ -78,14 +74,12 @@ def _ask(run_dir: Path, request: dict[str, object]) -> dict[str, Any]:
 def _profile(run_dir: Path, *, start: bool) -> list[str]:
     """Begin or end torch's profiler in all workers; the files that they wrote."""
     _ask(run_dir, {"command": "profile", "start": start})
-    while not (told := _ask(run_dir, {"command": "profile-state"}))["done"]:
-        time.sleep(POLL_S)
-    return [str(path) for path in told["paths"]]
+    return [str(path) for path in _wait(run_dir, {"command": "profile-state"})["paths"]]
 
 
-def _wait(run_dir: Path, number: object, seconds: float) -> dict[str, Any]:
-    time.sleep(seconds)
-    while not (told := _ask(run_dir, {"command": "trace-state", "number": number}))["done"]:
+def _wait(run_dir: Path, request: dict[str, object]) -> dict[str, Any]:
+    """The answer, once it says that all is done."""
+    while not (told := _ask(run_dir, request))["done"]:
         time.sleep(POLL_S)
     return told
 
@@ -131,11 +125,11 @@ def events(timelines: Sequence[TimelinePart]) -> list[dict[str, Any]]:
     flows: dict[int, list[tuple[float, int, int]]] = {}  # by step: when, where
     for number, record in enumerate(ordered, 1):
         name = f"{record.process}" + (f" on {record.host}" if record.host else "")
-        found += _named("process_name", number, 0, name)
-        found.append(_sorted(number, number))
+        found.append(_metadata("process_name", number, 0, {"name": name}))
+        found.append(_metadata("process_sort_index", number, 0, {"sort_index": number}))
         tracks = {track: at for at, track in enumerate(sorted({span.track for span in record.spans}), 1)}
         for track, thread in tracks.items():
-            found += _named("thread_name", number, thread, track)
+            found.append(_metadata("thread_name", number, thread, {"name": track}))
         for span in record.spans:
             at = (span.begin_ns + record.offset_ns - begun_ns) / 1e3
             thread = tracks[span.track]
@@ -147,12 +141,8 @@ def events(timelines: Sequence[TimelinePart]) -> list[dict[str, Any]]:
     return found
 
 
-def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:
-    return [{"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}]
-
-
-def _sorted(process: int, index: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": index}}
+def _metadata(what: str, process: int, thread: int, args: dict[str, object]) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
 def _complete(span: Span, process: int, thread: int, at: float) -> dict[str, Any]:

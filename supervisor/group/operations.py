@@ -16,9 +16,7 @@ from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.group import rolling
 
 Answer = dict[str, Any]
-Part = tuple[
-    Identity | None, tuple[Identity, ...]
-]  # the supervisor whose processes they are (None: this one), and they
+Part = tuple[Identity | None, tuple[Identity, ...]]  # the supervisor (None: this one) and its processes
 MAX_LINES = 10_000
 
 

@@ -79,9 +79,8 @@ ABSENT_VALUES = {
     },
     "all2all_backend": {
         **dict.fromkeys(("deepep_high_throughput", "deepep_v2"), f"DeepEP is not used; {_EXCHANGES}"),
-        **dict.fromkeys(
-            ("flashinfer_all2allv", "flashinfer_nvlink_two_sided"), f"FlashInfer is not used; {_EXCHANGES}"
-        ),
+        "flashinfer_all2allv": f"FlashInfer is not used; {_EXCHANGES}",
+        "flashinfer_nvlink_two_sided": f"FlashInfer is not used; {_EXCHANGES}",
         **dict.fromkeys(("mori", "mori_high_throughput", "mori_low_latency"), f"MoRI is not used; {_EXCHANGES}"),
         "nixl_ep": f"NIXL is not used; {_EXCHANGES}",
     },
@@ -135,10 +134,9 @@ NEEDLESS = {
     "--enable-cumem-allocator": (0, "--enable-sleep-mode needs no allocator of its own"),
     "--no-disable-log-stats": (0, "no statistics are logged; GET /metrics and LLM.get_metrics have them"),
     **dict.fromkeys(("--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"), (1, _NO_LORA)),
-    **dict.fromkeys(
-        ("--fully-sharded-loras", "--specialize-active-lora", "--enable-tower-connector-lora"), (0, _NO_LORA)
-    ),
-    **dict.fromkeys(("--enable-mixed-moe-lora-format", "--enable-moe-shared-loras"), (0, _NO_LORA)),
+    **dict.fromkeys(("--fully-sharded-loras", "--specialize-active-lora"), (0, _NO_LORA)),
+    **dict.fromkeys(("--enable-tower-connector-lora", "--enable-moe-shared-loras"), (0, _NO_LORA)),
+    "--enable-mixed-moe-lora-format": (0, _NO_LORA),
     "--allow-deprecated-quantization": (0, "no method of quantisation needs to be allowed"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
