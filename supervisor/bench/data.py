@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from meshlm.supervisor.cli.terminal import Server
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 
 MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # what vLLM's sampler of ShareGPT keeps
 CHUNK = 500  # texts tokenized at a time
@@ -44,9 +44,8 @@ def check_fits(samples: Iterable[Sample], max_model_len: int) -> None:
     """UsageError when an answer would end early."""
     longest = max(samples, key=lambda sample: sample.prompt_len + sample.output_len)
     if (total := longest.prompt_len + longest.output_len) > max_model_len:
-        raise UsageError(
-            f"--max-model-len {max_model_len}: a request has {longest.prompt_len} + {longest.output_len} = {total} tokens"
-        )
+        tokens = f"{longest.prompt_len} + {longest.output_len} = {total} tokens"
+        raise UsageError(f"--max-model-len {max_model_len}: a request has {tokens}")
 
 
 @dataclass(frozen=True)
@@ -122,16 +121,12 @@ class Reading:
 
     def check(self) -> None:
         """UsageError when the file cannot be read."""
-        try:
+        with raised_as(UsageError, OSError, ValueError, of=f"--dataset-path {self.path}"):
             Path(self.path).open("rb").close()
-        except (OSError, ValueError) as error:
-            raise self.error(getattr(error, "strerror", None) or error) from None
 
     def text(self) -> str:
-        try:
+        with raised_as(UsageError, OSError, ValueError, of=f"--dataset-path {self.path}"):
             return Path(self.path).read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise self.error(getattr(error, "strerror", None) or error) from None
 
 
 def sharegpt(reading: Reading, encode: Encode, output_len: int | None) -> list[Sample]:
@@ -232,15 +227,16 @@ def hugging_face(
     return reading.filled(samples)
 
 
+def _said(turn: Any) -> str:
+    return turn if isinstance(turn, str) else str(turn.get("value") or turn.get("content") or "")
+
+
 def _question(row: dict[str, Any], reading: Reading) -> tuple[str, str]:
     """The first question of a row, and its answer where there is one."""
     for name in ("conversations", "conversation", "messages", "turns"):
         if isinstance(turns := row.get(name), list) and turns:
-            said = [
-                turn if isinstance(turn, str) else str(turn.get("value") or turn.get("content") or "") for turn in turns
-            ]
-            answer = "" if name == "turns" or len(said) < 2 else said[1]
-            return said[0], answer
+            said = [_said(turn) for turn in turns[:2]]
+            return said[0], "" if name == "turns" or len(said) < 2 else said[1]
     for question, answer in (
         ("prompt", "canonical_solution"),
         ("question", "answer"),
@@ -263,9 +259,8 @@ def rows_of_hub(path: str, subset: str | None, split: str | None, stream: bool) 
     try:
         return datasets.load_dataset(path, name=subset, split=split or "train", streaming=stream)
     except (OSError, ValueError, RuntimeError, LookupError) as error:  # of the hub, the network or the file
-        raise UsageError(
-            f"--dataset-path {path}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        ) from None
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UsageError(f"--dataset-path {path}: {text}") from None
 
 
 class ServerTexts:

@@ -39,9 +39,8 @@ def summed_up(before: Counts | None, after: Counts | None) -> dict[str, Any]:
     if before is None or after is None:
         return {}
     grown = {key: int(count - before.get(key, 0)) for key, count in after.items()}
-    drafts, tokens, accepted = (
-        grown.get((name, -1), 0) for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    )
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    drafts, tokens, accepted = (grown.get((name, -1), 0) for name in names)
     if drafts <= 0 or tokens <= 0:
         return {}
     return {

@@ -5,9 +5,10 @@ model hub was asked for stays where it is, and so does what the operating system
 """
 
 import argparse
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
@@ -20,7 +21,7 @@ from meshlm.supervisor.bench import data, results, serve_flags
 from meshlm.supervisor.bench.data import Lengths, Sample, check_fits, random_ids
 from meshlm.supervisor.bench.results import percentiles
 from meshlm.supervisor.bench.serve_flags import at_least
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 from meshlm.supervisor.settings import flags, vllm_flags
 
 PERCENTILES = [10.0, 25.0, 50.0, 75.0, 90.0, 99.0]
@@ -28,13 +29,9 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "hf")
 # Flags of vLLM's that are refused, and what to do instead.
 ABSENT = {
     **{flag: why for flag, why in serve_flags.ABSENT.items() if "--asr" in flag or "-mm-" in flag},
-    **dict.fromkeys(
-        ("--random-batch-size", "--no-reranker"),
-        "only texts are measured; benchmarks/embeddings.py measures embeddings",
-    ),
+    **{flag: serve_flags.ABSENT[flag] for flag in ("--random-batch-size", "--no-reranker", "--hf-name")},
     **dict.fromkeys(("--lora-path", "--lora-assignment"), "LoRA adapters are not there yet"),
     **dict.fromkeys(("--hf-max-batch-size", "--hf-enable-torch-compile"), "--backend vllm is the setting: this mesh"),
-    "--hf-name": serve_flags.ABSENT["--hf-name"],
     "--enable-multimodal-chat": serve_flags.ABSENT["--enable-multimodal-chat"],
     "--custom-output-len": "the data set custom is one of bench serve",
     "--prequeue-requests": "requests begin as they come, as with every client",
@@ -44,63 +41,72 @@ ABSENT = {
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     throughput = kinds.add_parser("throughput", help="tokens per second of many requests at once")
     flags.add_flags(throughput)
-    throughput.add_argument("--backend", choices=["vllm"], help="vllm: this mesh")
-    throughput.add_argument(
-        "--dataset-name", choices=DATASETS, help="default: sharegpt with --dataset-path, else random"
-    )
-    throughput.add_argument("--dataset", help="the older name of --dataset-path")
+    add = throughput.add_argument
+    add("--backend", choices=["vllm"], help="vllm: this mesh")
+    add("--dataset-name", choices=DATASETS, help="default: sharegpt with --dataset-path, else random")
+    add("--dataset", help="the older name of --dataset-path")
     serve_flags.add_dataset_flags(throughput)
-    throughput.add_argument("--prefix-len", type=int, help="of random and sonnet: tokens that all prompts share")
-    throughput.add_argument("--num-warmups", type=int, default=0)
-    throughput.add_argument("--n", type=int, default=1)
-    throughput.add_argument("--disable-detokenize", action="store_true", help="token ids alone")
-    throughput.add_argument(
-        "--async-engine", action="store_true", help=argparse.SUPPRESS
-    )  # the mesh is what it asks for
-    throughput.add_argument("--profile", action="store_true", help="into a trace")
-    throughput.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
-    throughput.add_argument("--output-json", type=Path, help="file for the results")
+    add("--prefix-len", type=int, help="of random and sonnet: tokens that all prompts share")
+    add("--num-warmups", type=int, default=0)
+    add("--n", type=int, default=1)
+    add("--disable-detokenize", action="store_true", help="token ids alone")
+    add("--async-engine", action="store_true", help=argparse.SUPPRESS)  # the mesh is what it asks for
+    add("--profile", action="store_true", help="into a trace")
+    add("--profile-dir", default="meshlm_profile", help="directory for that trace")
+    add("--output-json", type=Path, help="file for the results")
     vllm_flags.refuse(throughput, ABSENT)
-    throughput.set_defaults(run=run_throughput)
+    throughput.set_defaults(run=run_throughput, disable_shuffle=False, no_stream=False, **serve_flags.OWN_LENGTHS)
 
     latency = kinds.add_parser("latency", help="wall time of one batch")
     flags.add_flags(latency)
-    latency.add_argument("--input-len", type=int, default=32)
-    latency.add_argument("--output-len", type=int, default=128)
-    latency.add_argument("--batch-size", type=int, default=8)
-    latency.add_argument("--n", type=int, default=1, help="sequences per prompt")
-    latency.add_argument("--num-iters-warmup", type=int, default=10)
-    latency.add_argument("--num-iters", type=int, default=30)
-    latency.add_argument("--profile", action="store_true", help="after measuring, one more iteration into a trace")
-    latency.add_argument("--profile-dir", default="meshlm_profile", help="directory for that trace")
-    latency.add_argument("--output-json", type=Path, help="file for the results")
-    latency.add_argument("--disable-detokenize", action="store_true", help="token ids alone")
+    add = latency.add_argument
+    add("--input-len", type=int, default=32)
+    add("--output-len", type=int, default=128)
+    add("--batch-size", type=int, default=8)
+    add("--n", type=int, default=1, help="sequences per prompt")
+    add("--num-iters-warmup", type=int, default=10)
+    add("--num-iters", type=int, default=30)
+    add("--profile", action="store_true", help="after measuring, one more iteration into a trace")
+    add("--profile-dir", default="meshlm_profile", help="directory for that trace")
+    add("--output-json", type=Path, help="file for the results")
+    add("--disable-detokenize", action="store_true", help="token ids alone")
     vllm_flags.refuse(latency, {"--use-beam-search": "beam search is not there"})
     latency.set_defaults(run=run_latency)
 
     startup = kinds.add_parser("startup", help="time until a model can be asked")
     flags.add_flags(startup)
-    startup.add_argument("--num-iters-cold", type=int, default=3, help="starts without kernels of earlier ones")
-    startup.add_argument(
-        "--num-iters-warmup", type=int, default=1, help="starts before those with kernels, not counted"
-    )
-    startup.add_argument("--num-iters-warm", type=int, default=3, help="starts with the kernels of earlier ones")
-    startup.add_argument("--output-json", type=Path, help="file for the results")
+    add = startup.add_argument
+    add("--num-iters-cold", type=int, default=3, help="starts without kernels of earlier ones")
+    add("--num-iters-warmup", type=int, default=1, help="starts before those with kernels, not counted")
+    add("--num-iters-warm", type=int, default=3, help="starts with the kernels of earlier ones")
+    add("--output-json", type=Path, help="file for the results")
     startup.set_defaults(run=run_startup)
+
+
+@contextlib.contextmanager
+def _mesh(arguments: argparse.Namespace, **usual: Any) -> Iterator[LLM]:
+    """A model with the flags of a command, and with a folder for its traces where it is to be profiled."""
+    traces = {"profiler_dir": str(Path(arguments.profile_dir).absolute())} if arguments.profile else {}
+    llm = LLM(**{**usual, **flags.given(arguments), **traces})
+    try:
+        yield llm
+    finally:
+        llm.shutdown()
+
+
+@contextlib.contextmanager
+def _profiled(llm: LLM, wanted: bool) -> Iterator[None]:
+    if wanted:
+        llm.start_profile()
+    yield
+    for path in llm.stop_profile() if wanted else ():
+        print(f"Profiler trace: {path}")
 
 
 def run_throughput(arguments: argparse.Namespace) -> int:
     _check_throughput(arguments)
-    settings = flags.given(arguments)
-    if arguments.profile:
-        settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
-    llm = LLM(**settings)
-    try:
+    with _mesh(arguments) as llm, raised_as(UsageError, ValueError):  # such as for a prompt longer than the context
         elapsed, outputs = _measure_throughput(llm, arguments, getattr(arguments, "seed", 0))
-    except ValueError as error:  # such as a prompt that is longer than the context
-        raise UsageError(str(error)) from None
-    finally:
-        llm.shutdown()
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(o.token_ids) for output in outputs for o in output.outputs)
     total = prompt_tokens + output_tokens
@@ -132,25 +138,21 @@ def _check_throughput(arguments: argparse.Namespace) -> None:
     serve_flags.at_least(0, arguments, "num_warmups", "prefix_len")
     serve_flags.random_lengths(arguments)
     if arguments.prefix_len is not None:
-        arguments.random_prefix_len = arguments.prefix_len
+        arguments.random_prefix_len = arguments.sonnet_prefix_len = arguments.prefix_len
     results.claim("--output-json", arguments.output_json)
 
 
 def _measure_throughput(llm: LLM, arguments: argparse.Namespace, seed: int) -> tuple[float, list[RequestOutput]]:
     """Seconds, and what came."""
-    samples = _samples(llm, arguments, seed)
+    samples = serve_flags.samples(arguments, _Texts(llm), llm.vocab_size, seed, as_text=False)
     data.check_fits(samples, llm.max_model_len)
-    keep_text = not arguments.disable_detokenize
     if arguments.num_warmups:
         warm = data.random_ids(arguments.num_warmups, data.Lengths(64, 16), llm.vocab_size, seed + 1)
-        _generate(llm, warm, arguments.n, keep_text)
-    if arguments.profile:
-        llm.start_profile()
-    begun = time.perf_counter()
-    outputs = _generate(llm, samples, arguments.n, keep_text)
-    elapsed = time.perf_counter() - begun
-    for path in llm.stop_profile() if arguments.profile else ():
-        print(f"Profiler trace: {path}")
+        _generate(llm, warm, arguments)
+    with _profiled(llm, arguments.profile):
+        begun = time.perf_counter()
+        outputs = _generate(llm, samples, arguments)
+        elapsed = time.perf_counter() - begun
     return elapsed, outputs
 
 
@@ -169,45 +171,22 @@ class _Texts:
         return found
 
 
-def _samples(llm: LLM, arguments: argparse.Namespace, seed: int) -> list[Sample]:
-    path, count = arguments.dataset_path or "", arguments.num_prompts
-    reading = data.Reading(path, count, seed, oversample=not arguments.no_oversample)
-    match arguments.dataset_name:
-        case "random":
-            return data.random_ids(count, serve_flags.random_lengths(arguments), llm.vocab_size, seed)
-        case "prefix_repetition":
-            return serve_flags.prefix_repetition(arguments, llm.vocab_size, seed)
-        case "sharegpt":
-            return data.sharegpt(reading, llm.encode, arguments.output_len)
-        case "sonnet":
-            prefix_len = 200 if arguments.prefix_len is None else arguments.prefix_len
-            lengths = data.Lengths(arguments.input_len or 550, arguments.output_len or 150, prefix_len)
-            return data.sonnet(reading, _Texts(llm), lengths, as_text=False)
-        case _:
-            rows = data.rows_of_hub(path, arguments.hf_subset, arguments.hf_split, stream=True)
-            return data.hugging_face(reading, llm.encode, rows.shuffle(seed=seed), arguments.output_len)
+def _generate(llm: LLM, samples: list[Sample], arguments: argparse.Namespace) -> list[RequestOutput]:
+    return llm.generate([s.prompt for s in samples], [_params(arguments, s.output_len) for s in samples])
 
 
-def _generate(llm: LLM, samples: list[Sample], n: int, keep_text: bool) -> list[RequestOutput]:
-    params = [
-        SamplingParams(n=n, temperature=1.0, max_tokens=s.output_len, ignore_eos=True, detokenize=keep_text)
-        for s in samples
-    ]
-    return llm.generate([s.prompt for s in samples], params)
+def _params(arguments: argparse.Namespace, output_len: int) -> SamplingParams:
+    keeps_text = not arguments.disable_detokenize
+    options = {"n": arguments.n, "max_tokens": output_len, "detokenize": keeps_text}
+    return SamplingParams(temperature=1.0, ignore_eos=True, **options)
 
 
 def run_latency(arguments: argparse.Namespace) -> int:
     at_least(1, arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
     at_least(0, arguments, "num_iters_warmup")
     results.claim("--output-json", arguments.output_json)
-    settings = {"enable_prefix_caching": False, **flags.given(arguments)}
-    if arguments.profile:
-        settings["profiler_dir"] = str(Path(arguments.profile_dir).absolute())
-    llm = LLM(**settings)
-    try:
+    with _mesh(arguments, enable_prefix_caching=False) as llm:
         latencies = _measure_latency(llm, arguments)
-    finally:
-        llm.shutdown()
     average = sum(latencies) / len(latencies)
     found = percentiles(latencies, PERCENTILES)
     print(f"Avg latency: {average} seconds")
@@ -220,13 +199,7 @@ def run_latency(arguments: argparse.Namespace) -> int:
 
 def _measure_latency(llm: LLM, arguments: argparse.Namespace) -> list[float]:
     """Seconds of each iteration."""
-    params = SamplingParams(
-        n=arguments.n,
-        temperature=1.0,
-        max_tokens=arguments.output_len,
-        ignore_eos=True,
-        detokenize=not arguments.disable_detokenize,
-    )
+    params = _params(arguments, arguments.output_len)
     lengths = Lengths(arguments.input_len, arguments.output_len)
 
     def iterate(seed: int) -> float:
@@ -239,10 +212,8 @@ def _measure_latency(llm: LLM, arguments: argparse.Namespace) -> list[float]:
     num_warmups = arguments.num_iters_warmup
     found = [iterate(iteration) for iteration in range(num_warmups + arguments.num_iters)][num_warmups:]
     if arguments.profile:
-        llm.start_profile()
-        iterate(num_warmups + arguments.num_iters)
-        for path in llm.stop_profile():
-            print(f"Profiler trace: {path}")
+        with _profiled(llm, True):
+            iterate(num_warmups + arguments.num_iters)
     return found
 
 

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 
 
 def claim(flag: str, file: Path | None) -> None:
     """The file can be written, and its folder is there, where one is wanted. UsageError."""
     if file is None:
         return
-    try:
+    with raised_as(UsageError, OSError, ValueError, of=f"{flag}: {file}"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{flag}: {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def write(file: Path | None, result: dict[str, Any], *, append: bool = False) -> None:
@@ -26,14 +24,12 @@ def write(file: Path | None, result: dict[str, Any], *, append: bool = False) ->
     if file is None:
         return
     text = json.dumps(result, indent=None if append else 1)
-    try:
+    with raised_as(StartError, OSError, of=str(file)):
         if append and file.stat().st_size:
             with file.open("a", encoding="utf-8") as out:
                 out.write("\n" + text)
         else:
             file.write_text(text, "utf-8")
-    except OSError as error:
-        raise StartError(f"{file}: {error.strerror}") from None
 
 
 METRICS = {

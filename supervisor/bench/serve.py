@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from meshlm.supervisor.bench import data, drafts, results, serve_flags
+from meshlm.supervisor.bench import drafts, results, serve_flags
 from meshlm.supervisor.bench.data import OwnTexts, Sample, ServerTexts, Texts
 from meshlm.supervisor.bench.results import Measured
 from meshlm.supervisor.cli.terminal import Server, model_of
@@ -53,12 +53,8 @@ class Target(NamedTuple):
         last = measured.start
         reader, writer = await asyncio.open_connection(self.host, self.port, limit=LONGEST_EVENT, ssl=self.tls)
         try:
-            headers = {
-                "Host": self.host,
-                "Content-Type": "application/json",
-                "X-Request-Id": request_id,
-                **self.headers,
-            }
+            own = {"Host": self.host, "Content-Type": "application/json", "X-Request-Id": request_id}
+            headers = {**own, **self.headers}
             lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
             head = f"POST {self.endpoint} HTTP/1.1\r\n{''.join(lines)}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
             writer.write(head.encode() + data)
@@ -190,27 +186,8 @@ def _samples(arguments: argparse.Namespace, server: Server, model: str) -> list[
     """The requests to send, from the data set that is asked for."""
     from_server = ServerTexts(server, model, arguments.chat_template_kwargs)
     texts: Texts = OwnTexts(arguments.tokenizer, from_server) if arguments.tokenizer else from_server
-    is_chat, count, seed = serve_flags.is_chat(arguments), arguments.num_prompts, arguments.seed
-    path, shuffle = arguments.dataset_path or "", not arguments.disable_shuffle
-    reading = data.Reading(path, count, seed, shuffle, not arguments.no_oversample)
-    match arguments.dataset_name:
-        case "random":
-            found = data.random_ids(count, serve_flags.random_lengths(arguments), arguments.vocab_size, seed)
-        case "prefix_repetition":
-            found = serve_flags.prefix_repetition(arguments, arguments.vocab_size, seed)
-        case "sharegpt":
-            found = data.sharegpt(reading, texts.encode, arguments.sharegpt_output_len)
-        case "sonnet":
-            lens = (arguments.sonnet_input_len, arguments.sonnet_output_len, arguments.sonnet_prefix_len)
-            found = data.sonnet(reading, texts, data.Lengths(*lens), as_text=is_chat)
-        case "custom":
-            length = None if arguments.custom_output_len == -1 else arguments.custom_output_len
-            template = not (arguments.skip_chat_template or is_chat)
-            found = data.custom(reading, texts, length, template)
-        case _:
-            rows = data.rows_of_hub(path, arguments.hf_subset, arguments.hf_split, not arguments.no_stream)
-            rows = rows.shuffle(seed=seed) if shuffle else rows
-            found = data.hugging_face(reading, texts.encode, rows, arguments.hf_output_len)
+    is_chat = serve_flags.is_chat(arguments)
+    found = serve_flags.samples(arguments, texts, arguments.vocab_size, arguments.seed, as_text=is_chat)
     if not is_chat:
         return found
     return [s if isinstance(s.prompt, str) else s._replace(prompt=texts.decode(s.prompt)) for s in found]
@@ -280,9 +257,8 @@ def _settings(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
         "max_concurrency": arguments.max_concurrency,
     }
     if arguments.ramp_up_strategy:
-        found |= {
-            f"ramp_up_{name}": getattr(arguments, f"ramp_up_{name}") for name in ("strategy", "start_rps", "end_rps")
-        }
+        names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+        found |= {name: getattr(arguments, name) for name in names}
     return found
 
 

@@ -17,7 +17,15 @@ SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "pres
 _MEDIA = "only text is sent"
 _OTHER = f"the data sets are {', '.join(DATASETS)}"
 _TRACE = "--request-rate, --burstiness and --ramp-up-strategy say when requests are sent"
+_EMBEDDINGS = "only texts are measured; benchmarks/embeddings.py measures embeddings"
 _PLOTS = "--save-detailed writes what a plot needs"
+# Where neither --input-len, --output-len nor a flag of the data set says it.
+OWN_LENGTHS = {
+    "sonnet_input_len": 550,
+    "sonnet_output_len": 150,
+    "sonnet_prefix_len": 200,
+    **dict.fromkeys(("sharegpt_output_len", "hf_output_len")),
+}
 # Flags of vLLM's that are refused, and what to do instead.
 ABSENT = {
     **dict.fromkeys(("--enable-multimodal-chat", "--custom-ensure-client-side-data"), _MEDIA),
@@ -33,10 +41,7 @@ ABSENT = {
     **dict.fromkeys(("--self-timed", "--no-self-timed"), _TRACE),
     **dict.fromkeys(("--plot-timeline", "--timeline-itl-thresholds", "--plot-dataset-stats"), _PLOTS),
     **dict.fromkeys(("--lora-modules", "--lora-assignment"), "LoRA adapters are not there yet"),
-    **dict.fromkeys(
-        ("--random-batch-size", "--no-reranker"),
-        "only texts are measured; benchmarks/embeddings.py measures embeddings",
-    ),
+    **dict.fromkeys(("--random-batch-size", "--no-reranker"), _EMBEDDINGS),
     "--use-beam-search": "beam search is not there",
     "--hf-name": "a row's columns say how it is read",
 }
@@ -64,67 +69,59 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Names, meanings and defaults are vLLM's."""
-    parser.add_argument("--backend", default="openai", choices=["openai", "openai-chat", "vllm"])
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--base-url", help="http://HOST:PORT or https://, instead of --host and --port")
-    parser.add_argument("--endpoint", help="default: /v1/completions, or with openai-chat /v1/chat/completions")
-    parser.add_argument("--insecure", action="store_true", help="do not check the certificate of https")
-    parser.add_argument("--header", nargs="*", metavar="KEY=VALUE", help="of each request")
-    parser.add_argument("--api-key", default="")
-    parser.add_argument("--model", help="default: the server's first")
-    parser.add_argument("--served-model-name", help="its name in requests, where that is another")
-    parser.add_argument(
-        "--tokenizer", help="folder, tokenizer.json or name on the hub; default: the server's /tokenize"
-    )
-    parser.add_argument("--dataset-name", default="random", choices=DATASETS)
+    add = parser.add_argument
+    add("--backend", default="openai", choices=["openai", "openai-chat", "vllm"])
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000)
+    add("--base-url", help="http://HOST:PORT or https://, instead of --host and --port")
+    add("--endpoint", help="default: /v1/completions, or with openai-chat /v1/chat/completions")
+    add("--insecure", action="store_true", help="do not check the certificate of https")
+    add("--header", nargs="*", metavar="KEY=VALUE", help="of each request")
+    add("--api-key", default="")
+    add("--model", help="default: the server's first")
+    add("--served-model-name", help="its name in requests, where that is another")
+    add("--tokenizer", help="folder, tokenizer.json or name on the hub; default: the server's /tokenize")
+    add("--dataset-name", default="random", choices=DATASETS)
     add_dataset_flags(parser)
-    parser.add_argument("--disable-shuffle", action="store_true", help="take a file's entries in their order")
-    parser.add_argument("--skip-chat-template", action="store_true", help="custom: send prompts as they are")
-    parser.add_argument("--chat-template-kwargs", type=_json_object, help="JSON, for that template")
-    parser.add_argument("--sharegpt-output-len", type=int)
-    parser.add_argument("--custom-output-len", type=int, default=256, help="-1: each entry's output_tokens")
-    parser.add_argument("--hf-output-len", type=int)
-    parser.add_argument("--no-stream", action="store_true", help="hf: download the data set whole")
-    parser.add_argument("--sonnet-input-len", type=int, default=550)
-    parser.add_argument("--sonnet-output-len", type=int, default=150)
-    parser.add_argument("--sonnet-prefix-len", type=int, default=200)
-    parser.add_argument("--vocab-size", type=int, default=32000, help="random ids are below this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-warmups", type=int, default=0, help="requests before those that are measured")
-    parser.add_argument("--ready-check-timeout-sec", type=int, default=0, help="how long to wait for a first answer")
-    parser.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
-    parser.add_argument(
-        "--burstiness", type=float, default=1.0, help="1: a Poisson process; below: in bursts; above: evenly"
-    )
-    parser.add_argument("--ramp-up-strategy", choices=["linear", "exponential"])
-    parser.add_argument("--ramp-up-start-rps", type=int)
-    parser.add_argument("--ramp-up-end-rps", type=int)
-    parser.add_argument("--max-concurrency", type=int)
-    parser.add_argument("--ignore-eos", action="store_true", help="always so with random")
+    add("--disable-shuffle", action="store_true", help="take a file's entries in their order")
+    add("--skip-chat-template", action="store_true", help="custom: send prompts as they are")
+    add("--chat-template-kwargs", type=_json_object, help="JSON, for that template")
+    add("--sharegpt-output-len", type=int)
+    add("--custom-output-len", type=int, default=256, help="-1: each entry's output_tokens")
+    add("--hf-output-len", type=int)
+    add("--no-stream", action="store_true", help="hf: download the data set whole")
+    for name in ("sonnet_input_len", "sonnet_output_len", "sonnet_prefix_len"):
+        add(f"--{name.replace('_', '-')}", type=int, default=OWN_LENGTHS[name])
+    add("--vocab-size", type=int, default=32000, help="random ids are below this")
+    add("--seed", type=int, default=0)
+    add("--num-warmups", type=int, default=0, help="requests before those that are measured")
+    add("--ready-check-timeout-sec", type=int, default=0, help="how long to wait for a first answer")
+    add("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
+    add("--burstiness", type=float, default=1.0, help="1: a Poisson process; below: in bursts; above: evenly")
+    add("--ramp-up-strategy", choices=["linear", "exponential"])
+    add("--ramp-up-start-rps", type=int)
+    add("--ramp-up-end-rps", type=int)
+    add("--max-concurrency", type=int)
+    add("--ignore-eos", action="store_true", help="always so with random")
     for name in SAMPLING:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
-    parser.add_argument("--logprobs", type=int, help="how many to ask for, per token")
-    parser.add_argument("--extra-body", type=_json_object, help="JSON object, in each request")
-    parser.add_argument("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
-    parser.add_argument("--profile", action="store_true", help="POST /start_profile and /stop_profile around it")
-    parser.add_argument("--percentile-metrics", default="ttft,tpot,itl", help=", ".join(METRICS))
-    parser.add_argument("--metric-percentiles", default="99", help="such as 50,90,99")
-    parser.add_argument("--goodput", nargs="+", metavar="KEY:VALUE", help="milliseconds for ttft, tpot or e2el")
-    parser.add_argument("--label", help="of the results")
-    parser.add_argument("--metadata", nargs="*", metavar="KEY=VALUE", help="into the result")
-    parser.add_argument("--save-result", action="store_true")
-    parser.add_argument("--save-detailed", action="store_true", help="with what was measured of each request")
-    parser.add_argument("--append-result", action="store_true", help="to the file, on a line of its own")
-    parser.add_argument("--result-dir", default="")
-    parser.add_argument("--result-filename")
-    for flag in (
-        "--trust-remote-code",
-        "--disable-tqdm",
-        "--skip-tokenizer-init",
-    ):  # there is neither code, bar nor tokenizer
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--tokenizer-mode", choices=["auto", "hf"], help=argparse.SUPPRESS)
+        add(f"--{name.replace('_', '-')}", type=int if name == "top_k" else float)
+    add("--logprobs", type=int, help="how many to ask for, per token")
+    add("--extra-body", type=_json_object, help="JSON object, in each request")
+    add("--request-id-prefix", default=f"bench-{uuid.uuid4().hex[:8]}-")
+    add("--profile", action="store_true", help="POST /start_profile and /stop_profile around it")
+    add("--percentile-metrics", default="ttft,tpot,itl", help=", ".join(METRICS))
+    add("--metric-percentiles", default="99", help="such as 50,90,99")
+    add("--goodput", nargs="+", metavar="KEY:VALUE", help="milliseconds for ttft, tpot or e2el")
+    add("--label", help="of the results")
+    add("--metadata", nargs="*", metavar="KEY=VALUE", help="into the result")
+    add("--save-result", action="store_true")
+    add("--save-detailed", action="store_true", help="with what was measured of each request")
+    add("--append-result", action="store_true", help="to the file, on a line of its own")
+    add("--result-dir", default="")
+    add("--result-filename")
+    for flag in ("--trust-remote-code", "--disable-tqdm", "--skip-tokenizer-init"):  # neither code, bar nor tokenizer
+        add(flag, action="store_true", help=argparse.SUPPRESS)
+    add("--tokenizer-mode", choices=["auto", "hf"], help=argparse.SUPPRESS)
     vllm_flags.refuse(parser, ABSENT)
 
 
@@ -163,9 +160,7 @@ def at_least(least: int, arguments: argparse.Namespace, *names: str) -> None:
 def check_dataset(arguments: argparse.Namespace) -> None:
     """Whether the data set has its file, and --input-len and --output-len in the place of its own flags."""
     at_least(1, arguments, "input_len", "output_len", "random_input_len", "random_output_len")
-    at_least(
-        1, arguments, "prefix_repetition_num_prefixes", "prefix_repetition_output_len", "prefix_repetition_suffix_len"
-    )
+    at_least(1, arguments, *(f"prefix_repetition_{name}" for name in ("num_prefixes", "output_len", "suffix_len")))
     at_least(0, arguments, "random_prefix_len", "prefix_repetition_prefix_len")
     name = arguments.dataset_name
     if name != "custom":  # of which 0 is all
@@ -211,13 +206,31 @@ def random_lengths(arguments: argparse.Namespace) -> data.Lengths:
     return data.Lengths(*lens, *ratios(arguments.random_range_ratio))
 
 
-def prefix_repetition(arguments: argparse.Namespace, vocab_size: int, seed: int) -> list[data.Sample]:
-    """--dataset-name prefix_repetition."""
-    suffix_len, prefix_len = arguments.prefix_repetition_suffix_len, arguments.prefix_repetition_prefix_len
-    lengths = data.Lengths(suffix_len, arguments.prefix_repetition_output_len, prefix_len)
-    return data.repeated_prefixes(
-        arguments.num_prompts, arguments.prefix_repetition_num_prefixes, lengths, vocab_size, seed
-    )
+def samples(
+    arguments: argparse.Namespace, texts: data.Texts, vocab_size: int, seed: int, *, as_text: bool
+) -> list[data.Sample]:
+    """The requests of the data set that is asked for. as_text: for a chat, whose server has the template."""
+    path, count, shuffle = arguments.dataset_path or "", arguments.num_prompts, not arguments.disable_shuffle
+    reading = data.Reading(path, count, seed, shuffle, not arguments.no_oversample)
+    match arguments.dataset_name:
+        case "random":
+            return data.random_ids(count, random_lengths(arguments), vocab_size, seed)
+        case "prefix_repetition":
+            suffix_len, prefix_len = arguments.prefix_repetition_suffix_len, arguments.prefix_repetition_prefix_len
+            lengths = data.Lengths(suffix_len, arguments.prefix_repetition_output_len, prefix_len)
+            return data.repeated_prefixes(count, arguments.prefix_repetition_num_prefixes, lengths, vocab_size, seed)
+        case "sharegpt":
+            return data.sharegpt(reading, texts.encode, arguments.sharegpt_output_len)
+        case "sonnet":
+            lens = (arguments.sonnet_input_len, arguments.sonnet_output_len, arguments.sonnet_prefix_len)
+            return data.sonnet(reading, texts, data.Lengths(*lens), as_text)
+        case "custom":
+            length = None if arguments.custom_output_len == -1 else arguments.custom_output_len
+            return data.custom(reading, texts, length, template=not (arguments.skip_chat_template or as_text))
+        case _:
+            rows = data.rows_of_hub(path, arguments.hf_subset, arguments.hf_split, not arguments.no_stream)
+            rows = rows.shuffle(seed=seed) if shuffle else rows
+            return data.hugging_face(reading, texts.encode, rows, arguments.hf_output_len)
 
 
 def pairs(flag: str, words: list[str] | None) -> dict[str, str]:

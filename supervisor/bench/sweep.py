@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.errors import StartError, UsageError, raised_as
 
 NAME = "_benchmark_name"
 LONGEST = 120  # of a folder's name
@@ -56,10 +56,8 @@ def read_params(flag: str, path: str | None) -> list[Params]:
     """The combinations in a JSON file: a list of objects, or an object of them by name. Without a file there is one, of nothing."""
     if path is None:
         return [{}]
-    try:
+    with raised_as(UsageError, OSError, ValueError, of=f"{flag} {path}"):
         read = json.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{flag} {path}: {getattr(error, 'strerror', None) or error}") from None
     found = [{NAME: name, **params} for name, params in _named(flag, path, read)] if isinstance(read, dict) else read
     if not isinstance(found, list) or not found or not all(isinstance(params, dict) for params in found):
         raise UsageError(f"{flag} {path}: a list of objects, or an object of objects, is expected")
@@ -92,16 +90,12 @@ def combinations(
 ) -> list[tuple[Params, list[Combination]]]:
     """Each server's parameters with the combinations that are measured on it; servers with none are left out."""
     pairs = list(links)
-    found = []
-    for of_server in serve:
-        mine = [
-            Combination(of_server, each)
-            for each in bench
-            if all(one in of_server and other in each and of_server[one] == each[other] for one, other in pairs)
-        ]
-        if mine:
-            found.append((of_server, mine))
-    return found
+
+    def fits(of_server: Params, each: Params) -> bool:
+        return all(one in of_server and other in each and of_server[one] == each[other] for one, other in pairs)
+
+    found = [(one, [Combination(one, each) for each in bench if fits(one, each)]) for one in serve]
+    return [(one, mine) for one, mine in found if mine]
 
 
 def with_params(command: Sequence[str], params: Params) -> list[str]:
@@ -171,9 +165,8 @@ DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}  # it may be asked to clear its prefix 
 
 def add_parser(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = kinds.add_parser("sweep", help="combinations of parameters of a server and a benchmark")
-    parser = parser.add_subparsers(title="sweeps", metavar="KIND", required=True).add_parser(
-        "serve", help="start servers, and measure each"
-    )
+    sweeps = parser.add_subparsers(title="sweeps", metavar="KIND", required=True)
+    parser = sweeps.add_parser("serve", help="start servers, and measure each")
     parser.add_argument("--serve-cmd", required=True, help="the server's command: `meshlm serve ...`")
     parser.add_argument("--bench-cmd", required=True, help="the benchmark's command: `meshlm bench serve ...`")
     parser.add_argument("--after-bench-cmd", help="run behind each benchmark, in the place of POST /reset_prefix_cache")
@@ -267,16 +260,13 @@ class _Sweep:
             with urllib.request.urlopen(urllib.request.Request(f"{ask}/reset_prefix_cache", b""), timeout=ASK_S):
                 return
         except (urllib.error.URLError, OSError) as error:
-            raise StartError(
-                f"POST {ask}/reset_prefix_cache: {error}; give --after-bench-cmd, or `true` where the cache is off"
-            ) from None
+            advice = "give --after-bench-cmd, or `true` where the cache is off"
+            raise StartError(f"POST {ask}/reset_prefix_cache: {error}; {advice}") from None
 
     def _command(self, command: list[str]) -> None:
         shown = None if self._arguments.show_stdout else subprocess.DEVNULL
-        try:
+        with raised_as(StartError, OSError, of=command[0]):
             ended = subprocess.run(command, stdout=shown, stdin=subprocess.DEVNULL, check=False)
-        except OSError as error:
-            raise StartError(f"{command[0]}: {error.strerror}") from None
         if ended.returncode:
             raise StartError(f"{shlex.join(command)} ended with {ended.returncode}")
 
@@ -287,13 +277,9 @@ class _Sweep:
         ask = f"http://{host}:{port}"
         if _healthy(ask):
             raise StartError(f"{ask} is another server's already")
-        shown = None if self._arguments.show_stdout else subprocess.DEVNULL
-        try:
-            process = subprocess.Popen(
-                command, stdout=shown, stdin=subprocess.DEVNULL, start_new_session=True, env={**os.environ, **DEV_MODE}
-            )
-        except OSError as error:
-            raise StartError(f"{command[0]}: {error.strerror}") from None
+        shown, env = None if self._arguments.show_stdout else subprocess.DEVNULL, {**os.environ, **DEV_MODE}
+        with raised_as(StartError, OSError, of=command[0]):
+            process = subprocess.Popen(command, stdout=shown, stdin=subprocess.DEVNULL, start_new_session=True, env=env)
         try:
             self._ready(process, ask)
             yield ask
@@ -311,12 +297,8 @@ class _Sweep:
 
     def summarise(self, plan: list[tuple[Params, list[Combination]]]) -> Path:
         """summary.json and summary.csv: a line for each run."""
-        found = []
-        for _, combinations in plan:
-            for each in combinations:
-                for number in range(self._arguments.num_runs):
-                    found.append((each, number, json.loads(self.file(each, number).read_text("utf-8"))))
-        lines = rows(found)
+        runs = [(each, n) for _, mine in plan for each in mine for n in range(self._arguments.num_runs)]
+        lines = rows((each, number, json.loads(self.file(each, number).read_text("utf-8"))) for each, number in runs)
         (self._folder / "summary.json").write_text(json.dumps(lines, indent=1) + "\n")
         names = list(dict.fromkeys(name for line in lines for name in line))
         path: Path = self._folder / "summary.csv"
@@ -329,10 +311,8 @@ class _Sweep:
 
 def _words(name: str, text: str) -> list[str]:
     flag = "--" + name.replace("_", "-")
-    try:
+    with raised_as(UsageError, ValueError, of=f"{flag} {text}"):
         words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{flag} {text}: {error}") from None
     if not words:
         raise UsageError(f"{flag}: there is no command")
     return words
