@@ -36,7 +36,7 @@ class DraftBudget:
     def choose(self, rows: Sequence[int], most: Sequence[int], left: int, token_s: float = 0.0) -> list[int]:
         """Drafts of each of these rows, of which each may have so many at most, and all together `left`. token_s: what a token adds at
         least, in a step that has prompts; 0: it has none."""
-        num_rows, places, bounds = len(rows), np.array(rows), np.array(most)
+        num_rows, places, bounds = len(rows), np.array(rows), np.minimum(most, self.max_drafts)
         num_most = min(int(bounds.sum()), left)
         if num_most <= 0:
             return [0] * num_rows

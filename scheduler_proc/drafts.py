@@ -28,20 +28,19 @@ def group_of(cache_salt: str) -> bytes:
 def plan_drafts(builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", most_tokens: int, token_s: float) -> None:
     """Plans drafts of the decodes: as many as the budget chooses within tokens, length and free memory. Nobody is preempted for them.
     token_s: what a token adds at least, in a step that will have prompts."""
-    lengths = [len(request.tokens) + request.num_output_placeholders for request in builder.decodes]
-    most = [
-        min(budget.max_drafts, request.max_len - length)
-        if request.max_drafts is None
-        else min(budget.max_drafts, request.max_len - length, request.max_drafts)
-        for request, length in zip(builder.decodes, lengths, strict=True)
-    ]
     rows = [request.row for request in builder.decodes]
+    most = [  # behind the token at `start` comes the one that is sampled in any case
+        request.max_len - start - 2
+        if request.max_drafts is None
+        else min(request.max_drafts, request.max_len - start - 2)
+        for request, start in zip(builder.decodes, builder.decode_starts, strict=True)
+    ]
     counts = budget.choose(rows, most, most_tokens - builder.num_tokens, token_s)
     for place, count in enumerate(counts):
         if not count:
             continue
         request = builder.decodes[place]
-        needed = lengths[place] + count - 1  # the last one that may be sampled is not computed
+        needed = builder.decode_starts[place] + 1 + count  # the last one that may be sampled is not computed
         if needed > request.capacity:
             if (blocks := kv.grow(request, needed)) is not None:
                 builder.grow(request.row, blocks)
