@@ -6,6 +6,7 @@ Draws are functions of the seed and the token's index, so a sequence is a functi
 import http.client
 import itertools
 import json
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import Struct
 
 from meshlm.protocol.recording import RecordedSequence
 from meshlm.protocol.wire.ids import FinishReason
@@ -35,6 +37,14 @@ class Difference(NamedTuple):
     recorded: int | None
     now: int | None
     num_after: int  # of the tokens behind it, those that differ
+
+
+class _Body(Struct):
+    """The fields of a completion that are looked at here."""
+
+    model: str
+    prompt: list[int]
+    min_tokens: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -66,12 +76,11 @@ def read(path: Path, wanted: str = "") -> Iterator[RecordedSequence]:
                 for number, line in enumerate(lines, 1):
                     if (left := left - len(line)) < 0:
                         break
-                    if not line.strip() or wanted.encode() not in line:
+                    if not line.strip() or os.fsencode(wanted) not in line:
                         continue
                     try:
                         found = decode(line)
-                        if not isinstance(found.body.get("model"), str):
-                            raise msgspec.ValidationError("body.model must be a text")
+                        msgspec.convert(found.body, _Body)
                     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                         raise UsageError(f"{file} line {number}: no recorded request: {error}") from None
                     named = found.request_id.partition("-")[2]  # the client's own name
@@ -93,8 +102,7 @@ def asked(sequence: RecordedSequence) -> Json:
 def check_models(server: Server, models: set[str]) -> None:
     """UsageError when the server has none of that name. StartError when there is no server."""
     with server.request("GET", "/v1/models") as response:
-        cards = json.loads(response.read())["data"]
-    names = [str(card["id"]) for card in cards]
+        names = [str(card["id"]) for card in json.loads(response.read())["data"]]
     if missing := sorted(models.difference(names)):
         raise UsageError(f"recorded of the model {missing[0]!r}; {server} has {', '.join(map(repr, names))}")
 
@@ -116,20 +124,21 @@ class Replay:
             return Outcome(SKIPPED, f"not replayable: {', '.join(sequence.not_replayable)}")
         try:
             answer = self._answer(COMPLETIONS, asked(sequence))
-            choice = answer["choices"][0]
-            kind, text = self._compared(sequence, choice["token_ids"], choice)
+            kind, text = self._compared(sequence, answer["choices"][0])
             return Outcome(kind, text, (sequence.system_fingerprint, answer.get("system_fingerprint")))
         except Refused as error:
             return Outcome(NOT_ANSWERED, f"not answered: {error}")
+        except (LookupError, TypeError) as error:
+            return Outcome(NOT_ANSWERED, f"not answered: the answer is not that of a MeshLM: {error!r}")
 
-    def _compared(self, sequence: RecordedSequence, now: list[int], choice: Json) -> tuple[str, str]:
-        recorded, before = sequence.output_token_ids, sequence.finish_reason.value
-        reason = f"finish_reason {before} is now {choice['finish_reason']}"
+    def _compared(self, sequence: RecordedSequence, choice: Json) -> tuple[str, str]:
+        recorded, now, before = sequence.output_token_ids, choice["token_ids"], sequence.finish_reason.value
         if (found := first_difference(recorded, now)) is not None:
             after = max(len(recorded), len(now)) - found.num_same - 1
             text = f"differs at token {found.num_same} of {len(recorded)}: {self._explained(sequence, found)}"
             return DIFFERS, f"{text}; {found.num_after} of {after} tokens after it differ"
         if sequence.finish_reason in ENDS and before != choice["finish_reason"]:
+            reason = f"finish_reason {before} is now {choice['finish_reason']}"
             return DIFFERS, f"{len(recorded)} tokens are the same, and {reason}"
         gaps = [abs(one - other) for one, other in zip(sequence.logprobs or (), choice["logprobs"]["token_logprobs"])]
         largest = f"; log-probabilities differ by {max(gaps):.6f} at most" if any(gaps) else ""

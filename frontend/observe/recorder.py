@@ -5,8 +5,11 @@ Lines are made and written in a thread of their own. Where that does not keep up
 """
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +63,13 @@ class Recorder:
 
     def _write(self, answer: Response, path: str) -> None:
         for sequence in sequences(answer, path, self._resolved, self._server):
-            line = _encode(sequence) + b"\n"
+            line, most = _encode(sequence) + b"\n", self._server.record_requests_bytes // 2
+            if len(line) > most:
+                raise OSError(errno.EFBIG, "a sequence is longer than half of --record-requests-bytes")
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file.touch(0o600)
-            if (size := self._file.stat().st_size) and size + len(line) > self._server.record_requests_bytes // 2:
+            if self._file.exists() and self._file.stat().st_size + len(line) > most:
                 self._file.replace(self._file.with_suffix(OLDER))
-                self._file.touch(0o600)
-            with self._file.open("ab", buffering=0) as file:
+            with open(self._file, "ab", buffering=0, opener=partial(os.open, mode=0o600)) as file:
                 file.write(line)
 
     def _written(self, writing: "asyncio.Future[None]") -> None:

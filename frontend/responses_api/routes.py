@@ -207,7 +207,8 @@ class ResponseRoutes:
         if model not in self._backend.resolved.served_names:
             raise HttpError(404, f"The model `{model}` is not served any more", "model")
         form = ResponseFormat(fields, parsed_request, stores=True, streams=True)
-        return parsed_request.with_mesh(cache_salt=stored.salt), form, model
+        is_recorded = bool(self._backend.config.server.record_requests)
+        return parsed_request.with_mesh(cache_salt=stored.salt).with_answer(is_recorded=is_recorded), form, model
 
     # --- what is stored ---
 

@@ -4,6 +4,7 @@ They are asked of a server that runs, or of a mesh of their own as `meshlm run-b
 """
 
 import argparse
+import os
 import sys
 import threading
 from collections import Counter
@@ -58,9 +59,10 @@ def _recordings(arguments: argparse.Namespace) -> tuple[Path, str]:
     given: dict[str, Any] = vars(arguments)
     if arguments.recordings is not None:
         return Path(arguments.recordings), arguments.what
-    if (path := Path(arguments.what)).exists():
+    path = Path(arguments.what)
+    if os.path.exists(path):
         return path, ""
-    if path.suffix or len(path.parts) > 1:
+    if path.suffix == ".jsonl" or len(path.parts) > 1:
         raise UsageError(f"{path}: there is no such file")
     found = control.request(status.find(given.get("port"), given.get("run_dir")), {"command": "status"})
     mesh = msgspec.convert(found, control.MeshStatus)

@@ -107,7 +107,9 @@ def test_lines_that_come_while_it_is_read_are_not_read(tmp_path: Path) -> None:
         (b"\xff", "line 2: no recorded request"),
         (b"[]", "line 2: no recorded request: Expected `object`, got `array`"),
         (b'{"custom_id": "a", "body": {"model": "a"}}', "missing required field `output_token_ids`"),
-        (msgspec.json.encode(recorded(1, body={"model": 5})), "body.model must be a text"),
+        (msgspec.json.encode(recorded(1, body={"model": 5})), "Expected `str`, got `int` - at `$.model`"),
+        (msgspec.json.encode(recorded(1, body={"prompt": "a"})), "Expected `array`, got `str` - at `$.prompt`"),
+        (msgspec.json.encode(recorded(1, body={"min_tokens": "9"})), "got `str` - at `$.min_tokens`"),
         (msgspec.json.encode(recorded(1)).replace(b'"length"', b'"bored"'), "Invalid enum value 'bored'"),
     ],
 )
@@ -214,6 +216,8 @@ def test_what_cannot_be_asked(peer: Peer) -> None:
     skipped = recorded(1, not_replayable=["prompt_embeds", "stop"])
     assert outcome(peer, skipped) == ("not replayable", "not replayable: prompt_embeds, stop")
     assert not peer.seen
+    peer.tokens = None  # type: ignore[assignment]
+    assert "the answer is not that of a MeshLM" in outcome(peer, recorded(1))[1]
     peer.refuses = "temperature: too hot"
     assert outcome(peer, recorded(1)) == ("not answered", "not answered: temperature: too hot")
 

@@ -242,6 +242,14 @@ async def test_what_cannot_be_written_is_said_once_and_so_is_its_end(
     one.ended(answer_of(), "/")
     await written(one)
     assert log.lines[1:] == [("requests are recorded again", {"left_out": 3})]
+    long = answer_of()
+    long.choices[0].token_ids.extend([7] * (1 << 17))
+    one._server = msgspec.structs.replace(one._server, record_requests_bytes=1 << 16)
+    one.ended(long, "/")
+    await written(one)
+    reason = f"--record-requests {folder}: a sequence is longer than half of --record-requests-bytes"
+    assert log.lines.pop() == ("requests are not recorded", {"reason": reason})
+    one._num_left_out = 0
     monkeypatch.setattr(recorder, "MAX_WAITING", 0)
     one.ended(answer_of(), "/")
     assert log.lines[2] == ("requests are not recorded", {"reason": "0 wait to be written"})
