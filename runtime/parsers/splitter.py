@@ -92,6 +92,11 @@ class Splitter:
         """Whether the end of the text so far may yet become a call."""
         return self.finder is not None and bool((self._unsure + self._lexer.held).strip())
 
+    def passes(self, text: bytes) -> bool:
+        """Whether no part of this text, or of its beginnings, can tell anything: it is reasoning, and so is what was there before."""
+        begins = self._parser.close.encode()[:1]
+        return self._begun and self.finder is None and not self._lexer.held and begins not in text
+
     def _take(self, text: str, found: "_Found") -> None:
         if self.finder is None:
             self._sort([text], found)

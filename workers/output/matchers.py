@@ -129,12 +129,12 @@ class RowMatcher:
         else:
             self.error = f"its matcher went no further: {told(self._matcher.get_error())}"
 
-    def begin_drafts(self) -> None:
-        """What is pushed from here on is taken back by `end_drafts`."""
+    def begin_drafts(self, drafts: list[int]) -> None:
+        """What is pushed from here on, some of these tokens, is taken back by `end_drafts`."""
         reasoning, thinking = self._reasoning, self._thinking
         self._known = _Known(len(self._output), self._num_consumed, self._waits, reasoning, thinking)
         if reasoning is not None and reasoning.is_open:
-            self._reasoning = reasoning.copy()
+            self._reasoning = reasoning.copy(drafts)
         if thinking is not None and self._reasoning is not None:
             self._thinking = thinking.copy(self._reasoning)
 
@@ -306,9 +306,11 @@ class Matchers:
     ) -> dict[int, tuple[int, str]]:
         """See Turned.behind. Behind a draft that may not come, and is never accepted for that, any token is allowed."""
         going = [(number, self._rows[number], line) for number, line in lines.items() if number in drafts]
-        drafting, behind, nth = [row for _, row, _ in going if not row.error], dict[int, tuple[int, str]](), 0
-        for row in drafting:
-            row.begin_drafts()
+        drafting, behind, nth = list[RowMatcher](), dict[int, tuple[int, str]](), 0
+        for number, row, _ in going:
+            if not row.error:
+                drafting.append(row)
+                row.begin_drafts(drafts[number])
         while going:
             goes_on = []
             for number, row, line in going:

@@ -5,7 +5,7 @@ No torch.
 
 import codecs
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshlm.protocol.grammar import Grammar, ThinkingBudget
@@ -30,7 +30,8 @@ class Reasoning:
         tools: Mapping[str, Mapping[str, Any]] = {name: {} for name in grammar.tools}
         self._splitter = Splitter(form, calls, tools)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text = b""
+        self._text = bytearray()
+        self._passes = False  # what is pushed tells nothing
         # An answer that is a call ends without the closing text: also where calls are told from text in another way than by their tags.
         self._other_calls = calls is not None and not calls.ends_reasoning
 
@@ -54,17 +55,21 @@ class Reasoning:
 
     def push(self, token: int) -> bytes:
         """One more token; gives what of it stands behind the closing text."""
-        return self._push(self._vocabulary.bytes_of(token))
+        return b"" if self._passes else self._push(self._vocabulary.bytes_of(token))
 
     def _push(self, text: bytes) -> bytes:
         self._text += text
         rest = self._splitter.push(self._decoder.decode(text)).rest
         return b"" if self.is_open else rest.encode() + self._decoder.getstate()[0]
 
-    def copy(self) -> "Reasoning":
-        """One that goes on by itself from here. Its state is a function of the text, however that is cut."""
+    def copy(self, tokens: Sequence[int]) -> "Reasoning":
+        """One that goes on by itself from here, with some of these tokens. Its state is a function of the text, however that is cut."""
+        if self._splitter.passes(b"".join(map(self._vocabulary.bytes_of, tokens))):
+            made = copy.copy(self)
+            made._passes = True
+            return made
         made = Reasoning(self._grammar, self._vocabulary)
-        made._push(self._text)
+        made._push(bytes(self._text))
         return made
 
 
