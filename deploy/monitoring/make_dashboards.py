@@ -111,6 +111,17 @@ ROWS: dict[str, tuple[Panel, ...]] = {
     ),
     "Device": (
         Panel(
+            "Drafted tokens accepted",
+            "percentunit",
+            (
+                (
+                    f"{rate('spec_decode_num_accepted_tokens_total')} / {rate('spec_decode_num_draft_tokens_total')}",
+                    "accepted",
+                ),
+            ),
+            "With --speculative-config.",
+        ),
+        Panel(
             "Device waits for the host",
             "percentunit",
             (

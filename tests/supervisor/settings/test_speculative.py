@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms
@@ -251,6 +251,26 @@ def test_the_command_line_and_python_say_the_same(capsys: pytest.CaptureFixture[
     ):
         assert main.run(["serve", "--dry-run", "--device", "fake", *words]) != 0
         assert "drafts of a model are not there yet" in capsys.readouterr().err
+
+
+def test_the_fake_device_has_a_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--device", "fake", "--fake-drafts", "3", "--spec-method", "ngram", "--spec-tokens", "2"]
+    assert main.run(["serve", "--dry-run", *words]) != 0
+    assert "--device fake: it drafts what --fake-drafts says; give that alone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "most"),
+    [
+        (MeshConfig(), "cpu", 0),
+        (MeshConfig(speculative=SpeculativeConfig(**NGRAM)), "cpu", 4),
+        (MeshConfig(worker=WorkerConfig(fake_drafts=5)), "fake", 5),
+        (MeshConfig(worker=WorkerConfig(fake_drafts=5)), "cpu", 0),
+        (MeshConfig(worker=WorkerConfig(fake_drafts=5), parallel=ParallelConfig(pipeline_parallel_size=2)), "fake", 0),
+    ],
+)
+def test_how_many_a_server_drafts(config: MeshConfig, device: str, most: int) -> None:
+    assert speculative.most(config, device) == most
 
 
 def test_metrics_of_requests_have_no_effect_without_drafts() -> None:
