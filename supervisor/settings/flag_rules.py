@@ -94,6 +94,9 @@ def server(c: MeshConfig) -> Rules:
     yield bool(grpc and c.server.root_path), "--root-path", "it is for HTTP, not for --grpc; leave it out"
     metrics = c.server.enable_per_request_metrics
     yield grpc and metrics, "--enable-per-request-metrics", "it is for HTTP, not for --grpc; leave it out"
+    drafts = c.speculative.per_request_spec_decode_metrics
+    flag = f"--per-request-spec-decode-metrics {drafts}"
+    yield grpc and drafts != "none", flag, "it is for HTTP, not for --grpc; leave it out"
     custom = c.server.fingerprint_mode == "custom"
     one_alone = custom != bool(c.server.fingerprint_value)
     yield one_alone, "--fingerprint-value", "goes with --fingerprint-mode custom, and the other way round"

@@ -273,6 +273,12 @@ def test_how_many_a_server_drafts(config: MeshConfig, device: str, most: int) ->
     assert speculative.most(config, device) == most
 
 
+def test_metrics_of_requests_are_not_for_grpc() -> None:
+    config = flags.build({"per_request_spec_decode_metrics": "summary", "grpc": True}, None)
+    with pytest.raises(UsageError, match=r"^--per-request-spec-decode-metrics summary: it is for HTTP, not for --grpc"):
+        rules.check(flag_rules.server(config))
+
+
 def test_metrics_of_requests_have_no_effect_without_drafts() -> None:
     config = flags.build({"per_request_spec_decode_metrics": "summary"}, None)
     (said,) = notes.of_idle(config, notes.Facts("cpu", transcribes=False))
