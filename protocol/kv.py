@@ -15,6 +15,7 @@ from math import lcm
 from typing import ClassVar, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.protocol.layers import Attention
 from meshlm.protocol.model import ModelSpec
@@ -23,12 +24,13 @@ BLOCK_STEP = 16  # a block that is made longer for a state has a multiple of so 
 GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
 
 
-class KVPolicy(Struct, frozen=True):
+class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is kept of a sequence for a layer, in which shape, and when another request may use it. Here: keys and values of all tokens.
 
     The scheduler and the workers ask the spec, never for its kind: another kind overrides what differs.
     """
 
+    of_draft: bool = False  # it is of a drafter's layers, whose heads may have another shape
     keeps_all: ClassVar[bool] = True  # every block is kept while a request runs
     carried: ClassVar[bool] = False  # one page moves on with the request
     shares_prefix: ClassVar[bool] = True  # equal tokens have equal pages
@@ -239,9 +241,11 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
     state: the spec of recurrent states.
     """
     found: list[tuple[int, KVSpec]] = []
+    drafting = len(model.layers) - model.num_draft_layers
     for number, layer in enumerate(model.layers):
         if layer.attention is not None and layer.has_cache:
-            found.append((number, EncoderOnly() if model.encoder_only else spec_of_attention(layer.attention)))
+            spec = EncoderOnly() if model.encoder_only else spec_of_attention(layer.attention)
+            found.append((number, replace(spec, of_draft=True) if number >= drafting else spec))
         if layer.state is not None:
             found.append((number, state))
         if layer.cross_attention:

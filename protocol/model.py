@@ -188,6 +188,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     num_nextn_predict_layers: int = (
         0  # that a checkpoint has behind the last; they draft, and are no part of this model
     )
+    num_draft_layers: int = 0  # the last ones are a drafter's
     altup: AltUpSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
     text_part: bool = False  # the checkpoint also has parts for images or audio, which are not loaded
@@ -204,6 +205,18 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     transformers: TransformersSpec | None = None
     audio_encoder: AudioEncoderSpec | None = None  # to whose output layers attend, beside the tokens before
     draft: DraftSpec | None = None  # of a drafter that reads another model's states
+
+    def with_drafter(self, drafter: "ModelSpec | None") -> "ModelSpec":
+        """With the layers of a drafter behind its own: whose caches are to be had."""
+        if drafter is None:
+            return self
+        count, own = len(self.layers), [*self.layers]
+        behind = [
+            replace(layer, cache_of=None if layer.cache_of is None else count + layer.cache_of)
+            for layer in drafter.layers
+        ]
+        layers = Layers.from_records([*own, *behind])
+        return replace(self, layers=layers, num_draft_layers=len(behind))
 
     @property
     def num_hidden_layers(self) -> int:

@@ -43,7 +43,8 @@ def layout_of(config: MeshConfig, shard: Shard, cache_dtype: torch.dtype, dtype:
     """Of one worker's KV cache. dtype: the model's."""
     resolved, cache = config.resolved, config.cache
     assert resolved is not None
-    return KVLayout(resolved.spec, cache.block_size, resolved.max_model_len, cache_dtype, shard, cache, dtype)
+    spec = resolved.spec.with_drafter(resolved.drafter.spec if resolved.drafter is not None else None)
+    return KVLayout(spec, cache.block_size, resolved.max_model_len, cache_dtype, shard, cache, dtype)
 
 
 def known_bytes(config: MeshConfig) -> int | None:

@@ -38,6 +38,7 @@ from meshlm.supervisor.settings import (
     speculative,
     vectors,
 )
+from meshlm.supervisor.settings.drafter import with_drafter
 from meshlm.supervisor.settings.rules import check
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -101,6 +102,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
         digest="",
     )
+    resolved = with_drafter(config, resolved)
     digest = hashlib.sha256(msgspec.json.encode(replace(config, resolved=resolved))).hexdigest()[:12]
     return replace(config, resolved=replace(resolved, digest=digest))
 

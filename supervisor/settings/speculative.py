@@ -19,13 +19,14 @@ from meshlm.supervisor.settings.rules import Rules, check
 FLAG = "--speculative-config"
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 ABSENT = {
-    **dict.fromkeys(("draft_model", "eagle", "eagle3", "mtp"), "drafts of a model are not there yet"),
+    **dict.fromkeys(("eagle", "eagle3", "mtp"), "drafts of a model's own further layers are not there yet"),
     **dict.fromkeys(("medusa", "mlp_speculator"), "drafts of a model's further heads are not there"),
     **dict.fromkeys(("dflash", "dflare", "dspark", "xpress"), "drafts of a block at once are not there"),
     "ngram_gpu": "ngram is the method",
     "extract_hidden_states": "hidden states are not given out",
     "custom_class": "drafters of other packages are not there",
 }
+OF_MODEL = ("draft_model",)  # methods of another model
 METHODS = tuple(name for name in get_args(Method) if name and name not in ABSENT)
 _ANY = 1 << 30
 # Key -> the kind of its number, and from where to where it may be.
@@ -40,7 +41,7 @@ NUMBERS: dict[str, tuple[type, float, float]] = {
     "synthetic_acceptance_length": (float, 1, MAX_SPECULATIVE_TOKENS + 1),
 }
 OWN = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}  # how a key begins that is of one method
-_OF_MODELS = "it is of drafts by a model, which are not there yet"
+_OF_MODELS = "a model that drafts is served as the model is"
 _SIZED = "the number of drafts follows no table of batch sizes"
 # Key -> values that ask for what is the case anyway, and why others are refused.
 ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -73,7 +74,9 @@ def settled(config: MeshConfig) -> MeshConfig:
     check(_method(config.speculative, given))
     method = given["method"]
     check(_keys(config.speculative, given))
-    found = {key: given[key] for key in SpeculativeConfig.__struct_fields__ if key in given and key != "model"}
+    found = {key: given[key] for key in SpeculativeConfig.__struct_fields__ if key in given}
+    if method not in OF_MODEL:
+        found.pop("model", None)  # the method's own name
     if method == "suffix":
         depth = given.get("suffix_decoding_max_tree_depth", SpeculativeConfig().suffix_decoding_max_tree_depth)
         found.setdefault("num_speculative_tokens", min(depth, MAX_SPECULATIVE_TOKENS))
@@ -176,7 +179,12 @@ def _keys(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:
             yield not _is_number(value, kind, least, most), name, what
     model = given.get("model")
     yield (
-        model not in (None, method, f"[{method}]"),
+        method in OF_MODEL and not isinstance(model, str),
+        FLAG,
+        "model is missing: a folder, a .gguf file or a hub name",
+    )
+    yield (
+        method not in OF_MODEL and model not in (None, method, f"[{method}]"),
         _name(c, given, "model") if model else "",
         f"{method} needs none; leave it out",
     )

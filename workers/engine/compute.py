@@ -40,6 +40,7 @@ class Compute:
         intermediate_tensors: Tensor,
     ) -> None:
         """intermediate_tensors [t, hidden]: a stage finds here what the one before passes on, and leaves what the next one takes."""
+        self._num_layers = len(model.local.layers)  # the caches behind theirs are a drafter's
         self._model, self._block_size, self._is_first = model, block_size, shard.is_first
         self._is_last = shard.is_last
         self._inputs, self._head, self._intermediate_tensors = inputs, head, intermediate_tensors
@@ -81,7 +82,8 @@ class Compute:
         """This stage's layers; what it passes on is in the intermediate tensors afterwards."""
         intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
         attention = self.attention.step(batch, self._block_size)
-        hidden: Tensor = self._model(batch, self.caches, attention, None if self._is_first else intermediate_tensors)
+        caches = self.caches[: self._num_layers]
+        hidden: Tensor = self._model(batch, caches, attention, None if self._is_first else intermediate_tensors)
         if not self._is_last:
             intermediate_tensors.copy_(hidden)
         return hidden

@@ -7,7 +7,7 @@ kernels. Used by the stepper thread only (workers/io.py).
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -35,6 +35,7 @@ from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
+from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.registry import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
 from meshlm.workers.nvtx import mark_layers
@@ -76,12 +77,15 @@ class ModelEngine:
 
         self.weights_plan = weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
-        choose_layer_executor(self.model, config.worker, backend.name, self.dtype)
+        self.draft_model = self._load_drafter(progress)
+        for model in self.models:
+            choose_layer_executor(model, config.worker, backend.name, self.dtype)
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
-        self.model.join(self.comm)
+        for model in self.models:
+            model.join(self.comm)
         self.together = Together(placement.experts(device), config.experts) if config.lockstep else None
         self.balancer: Balancer | None = None
         if self.together is not None:
@@ -123,7 +127,7 @@ class ModelEngine:
             self.balancer.begin()
         self._sleeper = Sleeper(self)
         self._last = self._timeline.mark()
-        gib = weight_bytes(self.model) / 2**30
+        gib = sum(map(weight_bytes, self.models)) / 2**30
         held = self.layout.tokens_held(count, resolved.max_model_len)
         cache = "none, an encoder needs none" if self.spec.encoder_only else f"{held} tokens"
         shown = {"weights": f"{gib:.2f} GiB", "KV cache": cache}
@@ -143,6 +147,11 @@ class ModelEngine:
         else:
             self.captures.first(report, everything=self.config.worker.cudagraph_capture == "start")
 
+    @property
+    def models(self) -> list[Decoder]:
+        """The model, and the one that drafts for it, if any does."""
+        return [self.model] if self.draft_model is None else [self.model, self.draft_model]
+
     def be_without(self, tags: tuple[str, ...]) -> None:
         self._sleeper.be_without(tags)
 
@@ -160,11 +169,18 @@ class ModelEngine:
 
     def _make_verification(self) -> Verification | None:
         """Makes what drafts and verifies (--speculative-config)."""
-        speculative = self.config.speculative
-        if not speculative.method:
+        if not self.config.speculative.method:
             return None
         assert isinstance(self.inputs, TorchInputs)  # as the settings say
-        return Verification(speculative, drafter_of(speculative, self.rows), self.rows, self.inputs)
+        return Verification(self.config.speculative, drafter_of(self), self.rows, self.inputs)
+
+    def _load_drafter(self, progress: Callable[[int, int], None]) -> Decoder | None:
+        """Loads the model that drafts, where there is one."""
+        if (resolved := self.resolved.drafter) is None:
+            return None
+        config = replace(self.config, resolved=resolved)
+        plan = weights_plan(config, self.device, self._others, self.shard, self._cache_dtype)
+        return load_model(resolved, self.device, config.model.seed or 0, progress, self.shard, plan)
 
     def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
         """Makes the balancer of experts that move between ranks (--enable-eplb)."""
@@ -321,6 +337,7 @@ class ModelEngine:
         begin = self._timeline.mark()
         for extra in extras:
             extra.before_model()
+        hidden: Tensor | None = None
         if key is not None:
             self._replay(graphs, extras)
         elif step.n:
@@ -335,8 +352,8 @@ class ModelEngine:
         if chooses:
             self.head.sample_rest(step)
         tokens, counts = self._timeline.fetch(self.head.sampled[: step.num_lines]), None
-        if self.verification is not None:
-            tokens, counts = self.verification.accept(step, tokens)
+        if self.verification is not None and hidden is not None:
+            tokens, counts = self.verification.accept(step, tokens, hidden)
         details = self.head.logprobs(step, counts) if chooses else []
         before, self._last = self._last, self._timeline.mark()
         for extra in extras:

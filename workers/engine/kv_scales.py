@@ -34,6 +34,7 @@ def scales_of(engine: "ModelEngine") -> list[tuple[float, float]]:
         return [(1.0, 1.0)] * engine.layout.num_layers
     wanted = engine.config.cache.calculate_kv_scales
     found = _calculated(engine) if wanted else _of_checkpoint(engine)
+    found += [(1.0, 1.0)] * (engine.layout.num_layers - len(found))  # of a drafter
     source = "calculated" if wanted else "checkpoint"
     if set(found) == {(1.0, 1.0)}:
         source = "none in the checkpoint: 1"

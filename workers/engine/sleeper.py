@@ -104,7 +104,8 @@ class Sleeper:
                     self._released.pop(tag).restore()
                 elif tag in tags and tag not in before:
                     of_caches = (tensor for cache in engine.compute.caches for tensor in cache.tensors())
-                    tensors = tensors_of(engine.model) if tag == WEIGHTS else of_caches
+                    of_weights = (tensor for model in engine.models for tensor in tensors_of(model))
+                    tensors = of_weights if tag == WEIGHTS else of_caches
                     self._released[tag] = Released(tensors, keep=tag == WEIGHTS)
         if cuda:
             torch.cuda.empty_cache()

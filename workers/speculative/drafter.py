@@ -7,9 +7,11 @@ those that equal its own samples (protocol/edges/step.py).
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Drafts(NamedTuple):
@@ -34,6 +36,10 @@ class Drafter(Protocol):
 
     def remove_row(self, row: int, num_known: int) -> None:
         """A request leaves its row, of which so many tokens are known. They still stand in `tokens`."""
+
+    def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
+        """A step is computed, with drafts; counts [samples]: of the tokens that each request that samples got; hidden [t, hidden]: the
+        model's last states of the step's tokens."""
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         """rows [n], each once and held; lens [n]: known tokens of each; most [n]: the most drafts that it may have. A row gets as many

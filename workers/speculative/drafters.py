@@ -1,11 +1,29 @@
 """The drafter that --speculative-config names."""
 
-from meshlm.protocol.config.speculative import SpeculativeConfig
-from meshlm.workers.rows.device_rows import DeviceRows
+from typing import TYPE_CHECKING
+
+from meshlm.protocol.edges.step import NewRow
+from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.speculative.drafter import Drafter
+from meshlm.workers.speculative.model_drafter import ModelDrafter
 from meshlm.workers.speculative.ngram import NgramDrafter
+from meshlm.workers.speculative.suffix import SuffixDrafter
+
+if TYPE_CHECKING:
+    from meshlm.workers.engine.engine import ModelEngine
 
 
-def drafter_of(config: SpeculativeConfig, rows: DeviceRows) -> Drafter:
-    """Of rows whose tokens are on the host."""
-    return NgramDrafter(rows.tokens.numpy(), config.prompt_lookup_min, config.prompt_lookup_max)
+def group_of(new: NewRow) -> bytes:
+    """Whose past answers a row may be drafted from."""
+    return b""
+
+
+def drafter_of(engine: "ModelEngine") -> Drafter:
+    """Of an engine whose tokens are on the host. It has no caches yet."""
+    config, rows = engine.config.speculative, engine.rows
+    if config.method == "suffix":
+        return SuffixDrafter(rows.tokens.numpy(), config, group_of)
+    if config.method == "ngram":
+        return NgramDrafter(rows.tokens.numpy(), config.prompt_lookup_min, config.prompt_lookup_max)
+    assert engine.draft_model is not None and isinstance(engine.inputs, TorchInputs)  # noqa: PT018
+    return ModelDrafter(engine.draft_model, engine.spec.vocab_size, rows, engine.inputs, engine.compute)

@@ -10,9 +10,11 @@ Of several places the first is taken, as in vLLM. On prompts of which the answer
 """
 
 import numpy as np
+from torch import Tensor
 
 from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.speculative.drafter import Drafts, no_drafts
 
 FEW = 256  # places that are compared with all tokens at once
@@ -50,6 +52,9 @@ class NgramDrafter:
 
     def remove_row(self, row: int, num_known: int) -> None:
         """Nothing is kept."""
+
+    def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
+        """Likewise."""
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         drafts = no_drafts(most)

@@ -13,9 +13,12 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from torch import Tensor
+
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.speculative.drafter import Drafts, no_drafts
 from meshlm.workers.speculative.ngram import earlier_places
 from meshlm.workers.speculative.past_answers import MAX_PLACES, PastAnswers
@@ -83,6 +86,9 @@ class SuffixDrafter:
             group, num_tokens = self._cached.popleft()
             self._waiting.append(self._forget(group))
             self._num_tokens -= num_tokens
+
+    def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
+        """It needs no states."""
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         # Each token of an answer is inserted and removed once, and a step makes 1 + most[i] of them at the most.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
@@ -82,7 +83,13 @@ class Verification(RowExtra[Any]):
         self._tokens[np.repeat(rows, guessed.counts), (known[:, None] + behind)[drafted]] = tokens
         return Drafts(counts, tokens)
 
-    def accept(self, step: StepColumns, sampled: I32) -> tuple[I32, I32]:
+    def accept(self, step: StepColumns, sampled: I32, hidden: Tensor) -> tuple[I32, I32]:
+        """As `_accepted`, which the drafter then learns. hidden [t, hidden]: the last states of the step's tokens."""
+        tokens, counts = self._accepted(step, sampled)
+        self._drafter.computed(step, counts, hidden)
+        return tokens, counts
+
+    def _accepted(self, step: StepColumns, sampled: I32) -> tuple[I32, I32]:
         """Of what was sampled [lines], a view of the head's, the tokens that rows get, and how many each request that samples gets: the
         drafts up to the first that differs, and the token that is sampled there."""
         rows, drafts = step.rows[step.places], step.drafts or NOTHING

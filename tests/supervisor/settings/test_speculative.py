@@ -62,6 +62,12 @@ def test_ngram(given: dict[str, Any], changes: dict[str, Any]) -> None:
     expect(settled(given), **{**NGRAM, **changes})
 
 
+def test_a_model_that_drafts() -> None:
+    for given in ({"model": "/a/b"}, {"method": "draft_model", "model": "/a/b"}):
+        found = settled({**given, "num_speculative_tokens": 4})
+        assert (found.method, found.model, found.num_speculative_tokens) == ("draft_model", "/a/b", 4)
+
+
 @pytest.mark.parametrize(
     ("given", "changes"),
     [
@@ -86,9 +92,13 @@ def test_flags_of_their_own() -> None:
         settled(NGRAM, spec_tokens=3)
     with pytest.raises(UsageError, match=r"^--spec-tokens 16: a whole number from 1 to 15 is expected$"):
         settled(spec_method="ngram", spec_tokens=16)
-    with pytest.raises(UsageError, match=r"^--spec-method eagle: drafts of a model are not there yet"):
+    with pytest.raises(
+        UsageError, match=r"^--spec-method eagle: drafts of a model's own further layers are not there yet"
+    ):
         settled(spec_method="eagle", spec_tokens=3)
-    with pytest.raises(UsageError, match=r"^--speculative-config: method is missing; there are ngram, suffix$"):
+    with pytest.raises(
+        UsageError, match=r"^--speculative-config: method is missing; there are ngram, suffix, draft_model$"
+    ):
         settled(spec_tokens=3)
 
 
@@ -97,12 +107,13 @@ def test_flags_of_their_own() -> None:
     [
         ("{", " {: "),
         ("[]", r" \[\]: a JSON object is expected"),
-        ("{}", ": method is missing; there are ngram, suffix"),
-        ({"method": 3}, ": method 3: there are ngram, suffix"),
-        ({"method": ["ngram"]}, r': method \["ngram"\]: there are ngram, suffix'),
-        ({"method": "ngrams"}, ': method "ngrams": there are ngram, suffix'),
-        ({"model": "meta-llama/Llama-3.2-1B", "num_speculative_tokens": 3}, ': method "draft_model": drafts of a model are'),
-        ({"method": "deepseek_mtp"}, ': method "deepseek_mtp": drafts of a model are not there yet'),
+        ("{}", ": method is missing; there are ngram, suffix, draft_model"),
+        ({"method": 3}, ": method 3: there are ngram, suffix, draft_model"),
+        ({"method": ["ngram"]}, r': method \["ngram"\]: there are ngram, suffix, draft_model'),
+        ({"method": "ngrams"}, ': method "ngrams": there are ngram, suffix, draft_model'),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, ": model is missing: a folder, a .gguf file or a hub name"),
+        ({"model": "meta-llama/Llama-3.2-1B"}, ": num_speculative_tokens is missing; 1 to 15"),
+        ({"method": "deepseek_mtp"}, ': method "deepseek_mtp": drafts of a model\'s own further'),
         ({"num_speculative_tokens": 2, "method": "ngram", "prompt_lookup": 3}, r": unknown key prompt_lookup; did you mean .*\?"),
         ({"method": "ngram"}, ": num_speculative_tokens is missing; 1 to 15"),
         ({**NGRAM, "num_speculative_tokens": 0}, ": num_speculative_tokens 0: a whole number from 1 to 15 is expected"),
@@ -121,8 +132,8 @@ def test_flags_of_their_own() -> None:
         ({**SUFFIX, "suffix_decoding_min_token_prob": 1.5}, ": suffix_decoding_min_token_prob 1.5: a number from 0 to 1"),
         ({**NGRAM, "model": "x/y"}, ': model "x/y": ngram needs none; leave it out'),
         ({**NGRAM, "draft_sample_method": "probabilistic"}, ': draft_sample_method "probabilistic": a draft is accepted where'),
-        ({**NGRAM, "draft_tensor_parallel_size": 1}, ": draft_tensor_parallel_size 1: it is of drafts by a model"),
-        ({**NGRAM, "enforce_eager": True}, ": enforce_eager true: it is of drafts by a model"),
+        ({**NGRAM, "draft_tensor_parallel_size": 1}, ": draft_tensor_parallel_size 1: a model that drafts is served as the"),
+        ({**NGRAM, "enforce_eager": True}, ": enforce_eager true: a model that drafts is served as the"),
         ({**NGRAM, "disable_by_batch_size": 8}, ": disable_by_batch_size 8: the number of drafts follows no table"),
         ({**NGRAM, "rejection_sample_method": "block"}, ': rejection_sample_method "block": there are standard, and synthetic'),
         ({**NGRAM, "synthetic_acceptance_rates": [1, 1, 1, 1]}, ": synthetic_acceptance_rates: it needs rejection_sample_method"),
@@ -137,7 +148,9 @@ def test_refused_in_one_line_that_names_the_key(given: Any, said: str) -> None:
 
 @pytest.mark.parametrize("method", speculative.ABSENT)
 def test_each_method_that_is_not_there_says_why(method: str) -> None:
-    with pytest.raises(UsageError, match=f'^--speculative-config: method "{method}": .*; there are ngram, suffix$'):
+    with pytest.raises(
+        UsageError, match=f'^--speculative-config: method "{method}": .*; there are ngram, suffix, draft_model$'
+    ):
         settled({"method": method, "num_speculative_tokens": 3, "model": "x/y"})
 
 
@@ -250,7 +263,7 @@ def test_the_command_line_and_python_say_the_same(capsys: pytest.CaptureFixture[
         ["--spec-method=eagle"],
     ):
         assert main.run(["serve", "--dry-run", "--device", "fake", *words]) != 0
-        assert "drafts of a model are not there yet" in capsys.readouterr().err
+        assert "drafts of a model's own further layers are not there yet" in capsys.readouterr().err
 
 
 def test_the_fake_device_has_a_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -13,17 +12,16 @@ import pytest
 import tokenizers
 import torch
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
-from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, new, step, tokens_of
+from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, new, tokens_of
+from drafted_steps import add, begun, decode, plain, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlm.protocol.config.speculative import SpeculativeConfig
-from meshlm.protocol.edges.step import NewRow, StepPlan, StepResult
-from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.edges.step import NewRow
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.wire.ids import StepId
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine import engine
 from meshlm.workers.engine.engine import ModelEngine
@@ -33,7 +31,7 @@ from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import Drafts as Verified
-from meshlm.workers.rows.step_columns import columns_of
+from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.speculative.drafter import Drafts, no_drafts
 from meshlm.workers.speculative.verification import Verification
 
@@ -86,6 +84,8 @@ class Scripted:
 
     def remove_row(self, row: int, num_known: int) -> None: ...
 
+    def computed(self, step: StepColumns, counts: I32, hidden: torch.Tensor) -> None: ...
+
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         drafts = no_drafts(most)
         for nth, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
@@ -96,11 +96,6 @@ class Scripted:
             drafts.tokens[nth, : len(ahead)] = [token + (at == wrong) for at, token in enumerate(ahead)]
             drafts.counts[nth] = len(ahead)
         return drafts
-
-
-class Text(NamedTuple):
-    tokens: list[int]
-    logprobs: list[LogprobColumns]  # token by token
 
 
 @pytest.fixture(scope="module")
@@ -118,73 +113,13 @@ def made(tmp_path_factory: pytest.TempPathFactory, scripted: Scripted) -> Iterat
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     config = msgspec.structs.replace(resolve.resolve(flags.build(values, None)), speculative=SPECULATIVE)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "drafter_of", lambda config, rows: scripted)
+        patched.setattr(engine, "drafter_of", lambda made: scripted)
         found = make_engine(config, lambda *progress: None)
     scripted.tokens = found.rows.tokens.numpy()
     found.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))
     yield found
     torch.set_grad_enabled(grad)
     torch.set_num_threads(threads)
-
-
-def each_of(columns: LogprobColumns, count: int) -> list[LogprobColumns]:
-    """Columns of one position each."""
-
-    def part(values: bytes, nth: int) -> bytes:
-        size = len(values) // count
-        return values[nth * size : (nth + 1) * size]
-
-    return [
-        LogprobColumns(columns.width, *(part(getattr(columns, name), nth) for name in columns.__struct_fields__[1:]))
-        for nth in range(count)
-    ]
-
-
-def add(texts: list[Text], result: StepResult, rows: list[int]) -> None:
-    tokens = tokens_of(result)
-    counts = np.frombuffer(result.counts, np.int32).tolist() if result.counts else [1] * len(rows)
-    assert len(tokens) == sum(counts)
-    at = 0
-    for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        texts[row].tokens.extend(tokens[at : at + count])
-        if place in result.logprobs:
-            texts[row].logprobs.extend(each_of(result.logprobs[place], count))
-        at += count
-
-
-def begun(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extras] = ((),) * 3) -> list[Text]:
-    """Each row has its prompt and one token."""
-    made.reset()
-    texts = [Text([], []) for _ in PROMPTS]
-    news = [new(row, prompt, each) for row, (prompt, each) in enumerate(zip(PROMPTS, params, strict=True))]
-    news = [msgspec.structs.replace(row, extras=some) for row, some in zip(news, extras, strict=True)]
-    add(texts, step(made, [(row, 0, len(prompt), True) for row, prompt in enumerate(PROMPTS)], news), [0, 1, 2])
-    return texts
-
-
-def verify(
-    made: ModelEngine, parts: list[tuple[int, int, int]], most: list[int], news: tuple[NewRow, ...] = ()
-) -> StepResult:
-    """parts: row, start, count, all of which sample; most: drafts of each. Rows that come are taken from others before."""
-    rows, starts, counts = (np.array([part[at] for part in parts], np.int32).tobytes() for at in range(3))
-    removed = np.array([row.row for row in news], np.int32).tobytes()
-    drafts, tokens = np.array(most, np.int32).tobytes(), sum(part[2] for part in parts) + sum(most)
-    plan = StepPlan(
-        1, StepId(1), rows, starts, counts, b"", tokens, removed_rows=removed, new_rows=list(news), num_drafts=drafts
-    )
-    return made.step(plan, 0).wait()
-
-
-def decode(made: ModelEngine, rows: list[int], most: list[int]) -> StepResult:
-    """The plan says the most that rows may have by now, or less than they have: nobody reads it."""
-    return verify(made, [(row, LENGTH - 1 - MOST, 1) for row in rows], most)
-
-
-def plain(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extras] = ((),) * 3) -> list[Text]:
-    texts = begun(made, params, extras)
-    while len(texts[0].tokens) < TOKENS + MOST + 1:
-        add(texts, decode(made, [0, 1, 2], [0, 0, 0]), [0, 1, 2])
-    return texts
 
 
 @pytest.mark.parametrize(
@@ -199,7 +134,7 @@ def plain(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extr
 )
 def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, scripted: Scripted, kinds: tuple[str, ...]) -> None:
     params, extras = [KINDS[kind] for kind in kinds], [EXTRAS.get(kind, ()) for kind in kinds]
-    expected = plain(made, params, extras)
+    expected = plain(made, params, TOKENS + MOST + 1, extras)
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
@@ -235,7 +170,7 @@ def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, scripted: Sc
 
 def test_right_drafts_are_kept_whole(made: ModelEngine, scripted: Scripted) -> None:
     params = [KINDS["seeded"]] * 3
-    expected = plain(made, params)
+    expected = plain(made, params, TOKENS + MOST + 1)
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
@@ -249,7 +184,7 @@ def test_right_drafts_are_kept_whole(made: ModelEngine, scripted: Scripted) -> N
 def test_a_row_begins_anew_with_all_its_tokens(made: ModelEngine, scripted: Scripted) -> None:
     """After a preemption, in the middle of what was drafted."""
     params = [KINDS["penalties"]] * 3
-    expected = plain(made, params)
+    expected = plain(made, params, TOKENS + MOST + 1)
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
@@ -270,7 +205,7 @@ def test_a_token_that_may_not_come_ends_its_row_alone(made: ModelEngine, scripte
     """A draft is token 0, and before it stands no token at all: that is no match."""
     none = SamplingParams(temperature=0.0, allowed_token_ids=(3,), bad_words_token_ids=((3,),), min_tokens=1)
     params = [KINDS["greedy"], KINDS["seeded"], KINDS["greedy"]]
-    expected = plain(made, params)
+    expected = plain(made, params, TOKENS + MOST + 1)
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
@@ -302,7 +237,7 @@ def test_acceptance_by_chance(made: ModelEngine, scripted: Scripted) -> None:
         columns = columns_of(np.arange(3, dtype=np.int32), np.full(3, 19, np.int32), np.full(3, 4, np.int32))
         columns.drafts = Verified(np.full(3, 3, np.int32), np.zeros(9, np.int32))
         sampled = np.full(12, 5, np.int32)
-        tokens, counts = verification.accept(columns, sampled)
+        tokens, counts = verification.accept(columns, sampled, torch.empty(0))
         assert (tokens[np.cumsum(counts) - 1][counts < 4] != 0).all(), "what differs is no draft"
         kept += np.bincount(counts - 1, minlength=4)
     shares = 1 - np.cumsum(kept)[:3] / kept.sum()

@@ -1,0 +1,70 @@
+"""The model that drafts for another (--speculative-config, method draft_model): read as any model is, and served as the other one is.
+
+Called by resolve.py.
+"""
+
+import json
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files import model_files
+from meshlm.runtime.model_files.model_files import ModelFiles
+from meshlm.supervisor.errors import UsageError, raised_as
+from meshlm.supervisor.settings import parallel
+from meshlm.supervisor.settings.rules import Rules, check
+
+
+def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
+    """With the facts of the model that drafts, if one does. UsageError for one that cannot draft for this model."""
+    asked = config.speculative
+    if asked.method != "draft_model":
+        return resolved
+    wanted = "dummy" if resolved.load_format == "dummy" else "auto"
+    with raised_as(UsageError, ModelFilesError):
+        files = model_files.resolve_model(
+            asked.model, load_format=wanted, download_dir=config.model.download_dir, tokenizer=config.model.tokenizer
+        )
+    check(_rules(asked.model, files, resolved))
+    parallel.check(config.parallel, files.spec, resolved.device, 0)
+    drafter = replace(
+        resolved,
+        spec=files.spec,
+        model_path=str(files.path),
+        weights_url=files.weights_url,
+        tokenizer_path=str(files.tokenizer_path),
+        load_format=files.load_format,
+    )
+    return replace(resolved, drafter=drafter)
+
+
+def _rules(name: str, files: ModelFiles, resolved: Resolved) -> Rules:
+    """What keeps it from drafting."""
+    flag, spec, own = f"--speculative-config: model {name}", files.spec, resolved.spec
+    yield spec.encoder_only or files.speech is not None, flag, f"{spec.architecture} gives no text to draft"
+    yield spec.state is not None, flag, f"the states of {spec.architecture} cannot go back to before a refused draft"
+    yield (
+        spec.transformers is not None,
+        flag,
+        f"{spec.architecture} is computed by transformers' code, which cannot draft",
+    )
+    limit = spec.max_position_embeddings
+    why = f"its context is {limit}; give --max-model-len {limit} at most"
+    yield limit < resolved.max_model_len, flag, why
+    tokens = _tokens(files.tokenizer_path), _tokens(Path(resolved.tokenizer_path))
+    why = f"its tokenizer has other tokens than that of {resolved.model_path}"
+    yield tokens[0] is not None and tokens[1] is not None and tokens[0] != tokens[1], flag, why
+    sizes = spec.vocab_size, own.vocab_size
+    why = f"its vocabulary has {sizes[0]} tokens, that of {resolved.model_path} {sizes[1]}"
+    yield None in tokens and sizes[0] != sizes[1], flag, why
+
+
+def _tokens(path: Path) -> dict[str, int] | list[object] | None:
+    """The vocabulary of a tokenizer.json; None where there is none to compare."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    found: dict[str, int] | list[object] | None = json.loads(file.read_text("utf-8")).get("model", {}).get("vocab")
+    return found or None

@@ -1,0 +1,91 @@
+"""Steps that verify drafts, as a scheduler would plan them, and the texts that come of them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from cpu_steps import BLOCK, LENGTH, PROMPTS, step, tokens_of
+from msgspec.structs import replace
+
+from meshlm.protocol.edges.step import NewRow, StepPlan, StepResult
+from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.extras import Extras
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.workers.engine.engine import ModelEngine
+
+
+class Text(NamedTuple):
+    tokens: list[int]
+    logprobs: list[LogprobColumns]  # token by token
+
+
+def row_of(made: ModelEngine, row: int, tokens: list[int], num_prompt: int, params: SamplingParams) -> NewRow:
+    """It has blocks for the whole context, in each group."""
+    blocks = LENGTH // BLOCK * made.rows.num_groups
+    own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes()
+    return NewRow(Row(row), np.array(tokens, np.int32).tobytes(), num_prompt, own, params)
+
+
+def each_of(columns: LogprobColumns, count: int) -> list[LogprobColumns]:
+    """Columns of one position each."""
+
+    def part(values: bytes, nth: int) -> bytes:
+        size = len(values) // count
+        return values[nth * size : (nth + 1) * size]
+
+    return [
+        LogprobColumns(columns.width, *(part(getattr(columns, name), nth) for name in columns.__struct_fields__[1:]))
+        for nth in range(count)
+    ]
+
+
+def add(texts: list[Text], result: StepResult, rows: list[int]) -> None:
+    tokens = tokens_of(result)
+    counts = np.frombuffer(result.counts, np.int32).tolist() if result.counts else [1] * len(rows)
+    assert len(tokens) == sum(counts)
+    at = 0
+    for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        texts[row].tokens.extend(tokens[at : at + count])
+        if place in result.logprobs:
+            texts[row].logprobs.extend(each_of(result.logprobs[place], count))
+        at += count
+
+
+def begun(made: ModelEngine, params: list[SamplingParams], extras: Sequence[Extras] = ((),) * 3) -> list[Text]:
+    """Each row has its prompt and one token."""
+    made.reset()
+    texts = [Text([], []) for _ in PROMPTS]
+    both = enumerate(zip(PROMPTS, params, strict=True))
+    news = [row_of(made, row, prompt, len(prompt), each) for row, (prompt, each) in both]
+    news = [replace(row, extras=some) for row, some in zip(news, extras, strict=True)]
+    add(texts, step(made, [(row, 0, len(prompt), True) for row, prompt in enumerate(PROMPTS)], news), [0, 1, 2])
+    return texts
+
+
+def verify(
+    made: ModelEngine, parts: list[tuple[int, int, int]], most: list[int], news: tuple[NewRow, ...] = ()
+) -> StepResult:
+    """parts: row, start, count, all of which sample; most: drafts of each. Rows that come are taken from others before."""
+    rows, starts, counts = (np.array([part[at] for part in parts], np.int32).tobytes() for at in range(3))
+    removed = np.array([row.row for row in news], np.int32).tobytes()
+    drafts, tokens = np.array(most, np.int32).tobytes(), sum(part[2] for part in parts) + sum(most)
+    plan = StepPlan(
+        1, StepId(1), rows, starts, counts, b"", tokens, removed_rows=removed, new_rows=list(news), num_drafts=drafts
+    )
+    return made.step(plan, 0).wait()
+
+
+def decode(made: ModelEngine, rows: list[int], most: list[int]) -> StepResult:
+    """The plan says the most that rows may have by now, or less than they have: nobody reads it."""
+    return verify(made, [(row, LENGTH - 20, 1) for row in rows], most)
+
+
+def plain(
+    made: ModelEngine, params: list[SamplingParams], count: int, extras: Sequence[Extras] = ((),) * 3
+) -> list[Text]:
+    """So many tokens of each row, one a step."""
+    texts = begun(made, params, extras)
+    while len(texts[0].tokens) < count:
+        add(texts, decode(made, [0, 1, 2], [0, 0, 0]), [0, 1, 2])
+    return texts
