@@ -5,10 +5,11 @@ Called by resolve.py.
 
 import json
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
-from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.config import MeshConfig, ModelConfig, Resolved
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import model_files
 from meshlm.runtime.model_files.model_files import ModelFiles
@@ -22,11 +23,10 @@ def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
     asked = config.speculative
     if asked.method != "draft_model":
         return resolved
-    wanted = "dummy" if resolved.load_format == "dummy" else "auto"
+    wanted: Literal["dummy", "auto"] = "dummy" if resolved.load_format == "dummy" else "auto"
+    flags = ModelConfig(model=asked.model, load_format=wanted, download_dir=config.model.download_dir)
     with raised_as(UsageError, ModelFilesError):
-        files = model_files.resolve_model(
-            asked.model, load_format=wanted, download_dir=config.model.download_dir, tokenizer=config.model.tokenizer
-        )
+        files = model_files.resolve_model(flags)
     check(_rules(asked.model, files, resolved))
     parallel.check(config.parallel, files.spec, resolved.device, 0)
     drafter = replace(

@@ -63,8 +63,8 @@ def test_ngram(given: dict[str, Any], changes: dict[str, Any]) -> None:
 
 
 def test_a_model_that_drafts() -> None:
-    for given in ({"model": "/a/b"}, {"method": "draft_model", "model": "/a/b"}):
-        found = settled({**given, "num_speculative_tokens": 4})
+    for asked in ({"model": "/a/b"}, {"method": "draft_model", "model": "/a/b"}):
+        found = settled({**asked, "num_speculative_tokens": 4})
         assert (found.method, found.model, found.num_speculative_tokens) == ("draft_model", "/a/b", 4)
 
 

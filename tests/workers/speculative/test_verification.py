@@ -256,5 +256,5 @@ def test_a_grammar_is_kept_to_where_drafts_are_accepted_by_chance(made: ModelEng
         known = len(PROMPTS[0])
         columns = columns_of(np.zeros(1, np.int32), np.array([known - 1], np.int32), np.array([4], np.int32))
         columns.drafts = Verified(np.array([3], np.int32), np.full(3, 9, np.int32))
-        tokens, _ = verification.accept(columns, np.array([9, 5, 9, 5], np.int32))
+        tokens, _ = verification.accept(columns, np.array([9, 5, 9, 5], np.int32), torch.empty(0))
         assert tokens.tolist() == wanted
