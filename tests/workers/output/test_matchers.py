@@ -1,6 +1,7 @@
 """Masks behind drafts are those that the row would have if these were known, and whichever are accepted it goes on as without."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,52 @@ def test_several_rows_with_drafts(vocabulary: Vocabulary) -> None:
     row = Row(vocabulary, grammar, sampling)
     lines = np.split(words[0], np.cumsum(turn.num_lines)[:-1])
     assert all(np.array_equal(lines[nth], row.verified(drafts[nth])[0]) for nth in drafts)
+
+
+def texts_of(vocabulary: Vocabulary, words: I32) -> set[bytes]:
+    """The tokens that a mask allows."""
+    return {
+        vocabulary.bytes_of(int(token))
+        for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    }
+
+
+def test_reasoning_that_ends_in_a_draft(vocabulary: Vocabulary) -> None:
+    """In a token that holds the first of what follows, too; as often as the draft is refused, and then accepted."""
+    across = next(text for token in range(VOCAB) if len(text := vocabulary.bytes_of(token)) == 2 and text[:1] == b">")
+    pattern = "[" + re.escape(across[1:].decode()) + "]?[0-9]{2}"
+    row = Row(
+        vocabulary,
+        form(LLMatcher.grammar_from_regex(pattern), begins_after=CLOSE),
+        SamplingParams(eos_token_ids=(EOS,)),
+    )
+    (last,) = (token for token in range(VOCAB) if vocabulary.bytes_of(token) == across)
+    (digit,) = vocabulary.tokens_of(b"7")
+    drafts = [*vocabulary.tokens_of(b" hm</think"), last, digit, digit, EOS]
+    for num_accepted in (0, 0, 3, 2):
+        words, failed = row.verified(drafts)
+        assert not failed
+        free, behind = len(drafts) - 3, texts_of(vocabulary, words[-4])
+        assert all(len(texts_of(vocabulary, each)) > 40_000 and not may_come(each, EOS) for each in words[:free])
+        assert behind == texts_of(vocabulary, words[-3]) == {b"%d" % number for number in range(10)}
+        assert [
+            np.flatnonzero(np.unpackbits(each.view(np.uint8), bitorder="little")).tolist() for each in words[-2:]
+        ] == [[OTHER_EOS, EOS]] * 2
+        row.output += drafts[:num_accepted]
+        drafts = drafts[num_accepted:]
+
+
+def test_a_budget_that_is_spent_in_a_draft(vocabulary: Vocabulary) -> None:
+    row = Row(vocabulary, form(DIGITS, budget(2), begins_after=CLOSE), SamplingParams(eos_token_ids=(EOS,)))
+    (letter,), closing = vocabulary.tokens_of(b" a"), vocabulary.tokens_of(CLOSE.encode())
+    words, _ = row.verified([letter] * 4)
+    assert [may_come(each, letter) for each in words] == [True, True, False, True, True]
+    assert texts_of(vocabulary, words[2]) == {vocabulary.bytes_of(closing[0])}
+    words, _ = row.verified([letter, letter, *closing])  # nothing was accepted
+    assert [may_come(each, token) for each, token in zip(words, [letter, letter, *closing], strict=False)] == [True] * (
+        2 + len(closing)
+    )
+    assert texts_of(vocabulary, words[-1]) == {b"%d" % number for number in range(10)}
+    row.output += [letter, letter, closing[0]]
+    words, _ = row.verified(closing[1:-1])
+    assert texts_of(vocabulary, words[-1]) == {vocabulary.bytes_of(closing[-1])}
