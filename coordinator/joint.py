@@ -20,6 +20,8 @@ from meshlm.runtime.process.events import Send, check_transition
 
 
 class State(Enum):
+    """The state of the group."""
+
     IDLE = "idle"
     STEPPING = "stepping"
     DRAINING = "draining"

@@ -119,4 +119,5 @@ class GrammarThreads:
 
 
 def nobody_waits() -> RequestError:
+    """Of a request whose client left."""
     return RequestError(ErrorKind.INVALID, "nobody waits for it")

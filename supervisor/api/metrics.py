@@ -45,6 +45,8 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
+    """What only grows."""
+
     value: int
 
 
@@ -57,6 +59,8 @@ class Vector(Metric):
 
 @dataclass
 class Gauge(Metric):
+    """What is so now."""
+
     value: float
 
 
@@ -70,6 +74,8 @@ class Histogram(Metric):
 
 
 class _Observed:
+    """What was observed of one kind."""
+
     def __init__(self, limits: tuple[float, ...]) -> None:
         self._limits = limits
         self._counts = [0] * (len(limits) + 1)

@@ -47,6 +47,7 @@ def run_collect_env(arguments: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, str]:
+    """Versions and hardware, by name."""
     found = {
         "meshlm": __version__,
         "python": sys.version.split()[0],

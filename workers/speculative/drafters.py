@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.speculative.drafter import Drafter
 from meshlm.workers.speculative.model_drafter import ModelDrafter
@@ -13,16 +12,11 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
 
 
-def group_of(new: NewRow) -> bytes:
-    """Whose past answers a row may be drafted from."""
-    return b""
-
-
 def drafter_of(engine: "ModelEngine") -> Drafter:
     """Of an engine whose tokens are on the host. It has no caches yet."""
     config, rows = engine.config.speculative, engine.rows
     if config.method == "suffix":
-        return SuffixDrafter(rows.tokens.numpy(), config, group_of)
+        return SuffixDrafter(rows.tokens.numpy(), config)
     if config.method == "ngram":
         return NgramDrafter(rows.tokens.numpy(), config.prompt_lookup_min, config.prompt_lookup_max)
     assert engine.draft_model is not None and isinstance(engine.inputs, TorchInputs)  # noqa: PT018

@@ -9,7 +9,7 @@ Measured on one core, depth 24: 20 us to draft from a row of 4,000 tokens, 45 us
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ from meshlm.workers.speculative.ngram import earlier_places
 from meshlm.workers.speculative.past_answers import MAX_PLACES, PastAnswers
 
 MAX_TOKENS = 1 << 22  # of all past answers, with the ends of their prompts: about 70 MB
-MAX_WAITING = 1024  # answers that are not in the index yet
+MAX_WAITING = 1024  # answers that are to be learned or forgotten
+CHANGES = 64  # tokens of past answers that a step inserts or removes at least, where some wait: 4 us each
 
 
 def likeliest(continuations: list[list[int]], min_prob: float) -> tuple[list[int], float]:
@@ -52,9 +53,9 @@ class HeldRow(NamedTuple):
 
 
 class SuffixDrafter:
-    def __init__(self, tokens: I32, config: SpeculativeConfig, group_of: Callable[[NewRow], bytes]) -> None:
-        """tokens [rows, width]: of all rows. group_of: whose request it is; answers to one group are never looked at for another."""
-        self._tokens, self._group_of = tokens, group_of
+    def __init__(self, tokens: I32, config: SpeculativeConfig) -> None:
+        """tokens [rows, width]: of all rows. Answers to one group (NewRow.group) are never looked at for another."""
+        self._tokens = tokens
         self._depth = min(config.suffix_decoding_max_tree_depth, tokens.shape[1])
         self._max_cached_requests = config.suffix_decoding_max_cached_requests
         self._max_spec_factor = config.suffix_decoding_max_spec_factor
@@ -68,10 +69,10 @@ class SuffixDrafter:
             deque()
         )  # group of each answer and tokens that are kept of it, the oldest first
         self._num_tokens = 0  # of all of them
-        self._waiting: deque[Iterator[None]] = deque()  # changes of the answers; each step does some of the first
+        self._waiting: deque[Iterator[None]] = deque()  # changes of the answers, in their order
 
     def add_row(self, new: NewRow) -> None:
-        self._rows[new.row] = HeldRow(self._group_of(new), len(new.token_ids) // 4)
+        self._rows[new.row] = HeldRow(new.group, len(new.token_ids) // 4)
 
     def remove_row(self, row: int, num_known: int) -> None:
         """What the row got is learned in the steps that follow; it is not, where too much waits for that."""
@@ -88,11 +89,10 @@ class SuffixDrafter:
             self._num_tokens -= num_tokens
 
     def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
-        """It needs no states."""
+        """Changes the answers by as much as the step gave, or a bit more: each token is inserted once and removed once."""
+        self._change_answers(CHANGES + 2 * int(counts.sum()))
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
-        # Each token of an answer is inserted and removed once, and a step makes 1 + most[i] of them at the most.
-        self._change_answers(2 * (len(rows) + int(most.sum())))
         drafts = no_drafts(most)
         for nth, (row, num_known, limit) in enumerate(zip(rows.tolist(), lens.tolist(), most.tolist(), strict=True)):
             if limit > 0 and (draft := self._draft(row, self._tokens[row, :num_known], limit)):
