@@ -181,6 +181,7 @@ class Application:
             self._backend.config.scheduler.scheduling_policy == "priority",
             bool(server.reasoning_parser),
             server.enable_prompt_embeds,
+            resolved.num_speculative_tokens,
         )
         return openapi.document(self.operations(), self._backend.version, bool(self.keys), facts, server.root_path)
 

@@ -38,6 +38,7 @@ class Served(Struct, frozen=True):
     takes_priorities: bool
     tells_reasoning: bool = False
     takes_embeds: bool = False
+    most_drafts: int = 0
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -81,8 +82,11 @@ def refine(schemas: Json, served: Served) -> None:
         refined[name] = _fields(served) | {"input": _prompt(served), "messages": {}}
     for name, fields in refined.items():
         if name in schemas:
-            properties = schemas[name]["properties"]
-            properties.update({field: schema for field, schema in fields.items() if field in properties})
+            properties, every = (
+                schemas[name]["properties"],
+                fields | {"num_speculative_tokens": _up_to(served.most_drafts)},
+            )
+            properties.update({field: schema for field, schema in every.items() if field in properties})
     if "ChatRequest" in schemas:
         text = "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true."
         _describe(schemas["ChatRequest"], text)
