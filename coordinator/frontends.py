@@ -71,7 +71,6 @@ class Frontends:
     # --- figures ---
 
     def counted(self, process: Identity, counts: ProcessCounts) -> None:
-        """A process told its counts."""
         if process in self._members:
             self._counts[process] = counts
 
@@ -136,7 +135,6 @@ class Frontends:
         return self._tell(control.QueueFull(True)) if self.gate.refused(now) else []
 
     def queue_open(self) -> list[Send]:
-        """The queue has room again."""
         self.gate.open()
         return self._tell(control.QueueFull(False))
 

@@ -27,7 +27,6 @@ class Held(Struct, frozen=True):
 
 
 def hold(sender: Identity, incarnation: Incarnation, admit: Admit, now: float) -> Held:
-    """A request that waits from `now` on."""
     return Held(sender, incarnation, admit, now + _patience_s(admit))
 
 

@@ -20,8 +20,6 @@ from meshlm.runtime.process.events import Send, check_transition
 
 
 class State(Enum):
-    """The state of the group."""
-
     IDLE = "idle"
     STEPPING = "stepping"
     DRAINING = "draining"

@@ -111,7 +111,6 @@ class Rank:
         self.num_fresh += 1
 
     def started(self, request_id: RequestId) -> Entry | None:
-        """The request's prompt is computed."""
         entry = self.requests.get(request_id)
         if entry is None or not entry.waiting:
             return None

@@ -93,7 +93,6 @@ class Operations:
         return effects
 
     def expire(self, ranks: Collection[Identity], num_ranks: int, now: float) -> list[Send]:
-        """What has waited for too long ends with an error."""
         effects = []
         for operation_id, held in list(self._held.items()):
             if held.until <= now:

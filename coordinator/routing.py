@@ -148,7 +148,6 @@ class Router:
     # --- the ledger ---
 
     def dispatch(self, choice: Choice, work: EngineRequest, incarnation: Incarnation, pinned: bool) -> None:
-        """The request goes there."""
         rank, index = choice.rank, self.index
         self._clock += 1
         last_use = 0
@@ -171,12 +170,10 @@ class Router:
         return min(most, max(sampling.min_tokens, round(self.mean_output)))
 
     def drop(self, rank: Rank, request_id: RequestId) -> None:
-        """It is not there any more."""
         rank.remove(request_id)
         self._reorder(rank)
 
     def load(self, rank: Rank, load: Load) -> None:
-        """The rank's own word."""
         before, rank.load = rank.load, load
         self.num_fresh -= rank.num_fresh
         rank.num_fresh = 0

@@ -13,8 +13,6 @@ MAX_REMEMBERED = 4096  # of each kind
 
 
 class Aborts:
-    """The last ones."""
-
     def __init__(self) -> None:
         self._said: dict[RequestId, None] = {}
         self._rows: dict[int, int] = {}  # of handles that are nobody's

@@ -35,7 +35,6 @@ class FrontendBatch:
         self.pooled: dict[int, bytes] = {}
 
     def row(self, handle: int, start: int, tokens: "array[int] | list[int]", text: str) -> int:
-        """Add a row; its place in the batch."""
         place = len(self.texts)
         if len(tokens) != 1:
             self.counts[place] = len(tokens)
@@ -102,7 +101,6 @@ class FrontendBatch:
             self.num_bytes += num_bytes_of_prompt(request.prompt_logprobs)
 
     def add_end(self, request: RequestState, place: int, finished: Finished) -> None:
-        """The end of a request, again."""
         self.texts[place] += request.tail
         if request.pooled:
             self.pooled[place] = request.pooled

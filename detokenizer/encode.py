@@ -116,12 +116,6 @@ class Encoder:
         types = both.type_ids
         return array("i", both.ids), types.index(1) if self._types and 1 in types else 0
 
-    def _plain(self, text: str) -> Any:
-        """The text's own tokens."""
-        text = text.lower() if self._lower_case else text
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return encoding
-
     def offsets(self, prompt: Prompt) -> tuple["array[int]", "array[int]"]:
         """The prompt's ids, and where each token begins and ends in its text, the template's where there is one."""
         if not isinstance(prompt, TextPrompt | ChatPrompt) or (isinstance(prompt, TextPrompt) and prompt.suffix):
@@ -176,13 +170,15 @@ class Encoder:
         return [tuple(found.ids) for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def _ids(self, text: str, add_special_tokens: bool) -> "array[int]":
+        return array("i", self._plain(text, add_special_tokens).ids)
+
+    def _plain(self, text: str, add_special_tokens: bool = False) -> Any:
         text = text.lower() if self._lower_case else text
         # Of the tokenizer's methods only those for batches let go of the interpreter's lock: else all threads would wait for this one.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return array("i", encoding.ids)
+        return encoding
 
     def render(self, prompt: ChatPrompt) -> str:
-        """The conversation as the model's text."""
         template = self._template(prompt)
         messages = [
             self._message(message, template)

@@ -75,7 +75,6 @@ class GrammarCache:
 
 
 def _asked(grammar: Grammar) -> Grammar:
-    """What decides the library's text."""
     begins_after = grammar.begins_after if grammar.opens_with else ""
     return msgspec.structs.replace(grammar, param="", thinking=None, begins_after=begins_after, calls="", tools=())
 

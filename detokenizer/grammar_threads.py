@@ -119,5 +119,4 @@ class GrammarThreads:
 
 
 def nobody_waits() -> RequestError:
-    """Of a request whose client left."""
     return RequestError(ErrorKind.INVALID, "nobody waits for it")

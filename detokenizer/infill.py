@@ -28,7 +28,6 @@ FORMATS = (
 
 
 def format_of(token_to_id: Callable[[str], int | None]) -> Infill | None:
-    """The format whose tokens a vocabulary has."""
     for found in FORMATS:
         if all(token_to_id(name) is not None for name in found[:3] if name):
             return found

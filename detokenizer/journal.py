@@ -227,7 +227,6 @@ class Journal:
 
 
 def connection_of(request: RequestState) -> tuple[Identity, Handle]:
-    """The frontend's connection that has the request."""
     return request.frontend, request.frontend_handle
 
 

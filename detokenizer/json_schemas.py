@@ -16,7 +16,6 @@ _ROUNDS = 64  # more than references that do not go round and round need
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas inside this one."""
     for name in _SCHEMAS:
         yield schema.get(name)
     for name in _LISTS:

@@ -50,7 +50,6 @@ class Questions:
         return None
 
     def next_question(self) -> Question | None:
-        """The next one to answer."""
         for turn in (self._turn, 1 - self._turn):
             queue = self._queues[turn]
             if queue:
@@ -67,7 +66,6 @@ class Questions:
             self.num_bytes -= question.num_bytes if question else 0
 
     def lost(self, sender: Identity) -> None:
-        """A frontend is gone, and all its clients."""
         for queue in self._queues:
             for key in [key for key in queue if key[0] == sender]:
                 self.num_bytes -= queue.pop(key).num_bytes
@@ -106,11 +104,9 @@ class QuestionThread:
         self._next()
 
     def cancel(self, sender: Identity, handle: Handle) -> None:
-        """Nobody waits for it any more."""
         self._waiting.cancel(sender, handle)
 
     def lost(self, sender: Identity) -> None:
-        """It is gone, and its questions with it."""
         self._waiting.lost(sender)
 
     def _next(self) -> None:

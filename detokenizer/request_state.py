@@ -119,7 +119,6 @@ class RequestState:
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that its text has come to."""
         return None if self.stop is None else self.stop.matched
 
     @property
@@ -156,7 +155,6 @@ class RequestState:
         return ended is not None and ended.stop_token_id >= 0 and not self.submit.text.include_stop_str_in_output
 
     def events(self, now: float) -> tuple[RequestEvent, ...]:
-        """Preemptions and retries, at its end."""
         preempted = [RequestEvent(ago_us, "preemption") for ago_us in self.preempted_us]
         return (*preempted, *(RequestEvent(int((now - at) * 1e6), "retry", why) for at, why in self.retried))
 

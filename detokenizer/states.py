@@ -17,8 +17,6 @@ from enum import Enum
 
 
 class RequestStatus(Enum):
-    """One request of the journal."""
-
     ENCODING = "encoding"
     UNASKED = "unasked"
     ASKED = "asked"

@@ -41,8 +41,6 @@ PATHS = (
 
 
 class Request(NamedTuple):
-    """One request of a batch."""
-
     custom_id: str
     path: str
     body: Json
@@ -179,8 +177,6 @@ ANSWER_S = 24 * 3600.0  # OpenAI's window of a batch
 
 
 class Counts:
-    """The number of lines so far."""
-
     def __init__(self) -> None:
         self.answered = self.failed = 0
 

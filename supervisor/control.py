@@ -9,19 +9,31 @@ import json
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import ProcessReport, StandbyReport
-from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 
 MAX_REQUEST_BYTES = 64 << 10
 ATTACH = "attach"
 """Asks for a place and the configuration; the connection stays open as long as the mesh and the asker live."""
+
+
+SAME = (
+    "pid",
+    "incarnation",
+    "state",
+    "restarts",
+    "phase",
+    "rss_bytes",
+    "sent",
+)  # of a ProcessReport and a ProcessStatus
 
 
 class ProcessStatus(Struct, frozen=True):
@@ -42,18 +54,16 @@ class ProcessStatus(Struct, frozen=True):
 
     def report(self, now_s: float) -> ProcessReport:
         """The same for another process of the mesh; `now_s` is the wall clock."""
-        return ProcessReport(
-            identity=Identity(Role(self.role), self.index),
-            incarnation=Incarnation(self.incarnation),
-            pid=self.pid,
-            state=self.state,
-            started_s=now_s - self.uptime_s,
-            restarts=self.restarts,
-            phase=self.phase,
-            rss_bytes=self.rss_bytes,
-            host=self.host,
-            sent=self.sent,
-        )
+        same: dict[str, Any] = {name: getattr(self, name) for name in SAME}
+        identity = Identity(Role(self.role), self.index)
+        return ProcessReport(identity=identity, started_s=now_s - self.uptime_s, host=self.host, **same)
+
+    @classmethod
+    def of(cls, report: ProcessReport, now_s: float, host: str) -> "ProcessStatus":
+        """What another node's supervisor reported of a process there."""
+        same: dict[str, Any] = {name: getattr(report, name) for name in SAME}
+        uptime_s = round(now_s - report.started_s, 3) if report.pid else 0.0
+        return cls(role=report.identity.role.value, index=report.identity.index, uptime_s=uptime_s, host=host, **same)
 
 
 class StandbyStatus(Struct, frozen=True):
@@ -68,6 +78,11 @@ class StandbyStatus(Struct, frozen=True):
 
     def report(self, now_s: float) -> StandbyReport:
         return StandbyReport(Role(self.role), self.pid, self.state, now_s - self.uptime_s, self.rss_bytes)
+
+    @classmethod
+    def of(cls, report: StandbyReport, now_s: float, host: str) -> "StandbyStatus":
+        uptime_s = round(now_s - report.started_s, 3)
+        return cls(report.role.value, report.pid, report.state, uptime_s, report.rss_bytes, host)
 
 
 class MeshStatus(Struct, frozen=True):

@@ -104,7 +104,6 @@ class Supervisor:
         self._do(events.Stop())
 
     def kill(self) -> None:
-        """End all at once."""
         self._incarnations.kill_all()
         self._finish(None)
 
@@ -324,7 +323,6 @@ class Supervisor:
         return self._network.processes() if self._network is not None else {}
 
     def fail(self, message: str) -> None:
-        """End with this text."""
         self._finish(message)
 
     def _refused(self, peer: Identity, reason: str) -> None:

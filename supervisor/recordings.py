@@ -43,7 +43,6 @@ class Recordings:
         self._parts: list[TimelinePart] = []
 
     def answer(self, request: dict[str, object], now: float) -> dict[str, object]:
-        """The status socket's answer."""
         if request["command"] == "profile":
             self._profiling = asyncio.ensure_future(self._operate(Profile(request.get("start") is True)))
             return {}

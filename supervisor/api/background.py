@@ -16,13 +16,12 @@ import uvloop
 from tqdm import tqdm
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.client.draft_metrics import drafts_told
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process.deaths import allowed
 from meshlm.supervisor import io
-from meshlm.supervisor.api.client import Client
+from meshlm.supervisor.api.client import Client, Sent
 from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.cli.display import StartDisplay
@@ -174,7 +173,7 @@ class Enqueued:
         self._background = background
         self._batches: list[_Batch] = []
 
-    def add(self, submits: Sequence[tuple[Submit, RequestOutput]], each: Sequence[SamplingParams]) -> list[str]:
+    def add(self, submits: Sequence[Sent], each: Sequence[SamplingParams]) -> list[str]:
         """Send them, and do not wait: the ids of the requests."""
         run = self._background.client.run(submits, None)
         work = self._background.start(unless_ended(self._background.supervisor, run))

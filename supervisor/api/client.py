@@ -27,6 +27,7 @@ from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput, logpr
 from meshlm.supervisor.errors import raised_as
 
 SENDS_A_TURN = 32  # between two looks at what came back
+Sent = tuple[Submit, RequestOutput]  # what is asked, and what its tokens go to
 News = Callable[[list[CompletionOutput]], None]
 
 
@@ -46,7 +47,6 @@ class Run:
         self.changed: list[CompletionOutput] = []
 
     def ended(self, choice: Choice) -> None:
-        """One of them has."""
         del self.open[choice]
         if self.bar is not None:
             self.bar.update(1)
@@ -54,7 +54,6 @@ class Run:
             self.all_done.set()
 
     def tell(self) -> None:
-        """Gives the caller what has changed."""
         changed, self.changed = self.changed, []
         if changed and self.news is not None:
             self.news(changed)
@@ -159,9 +158,7 @@ class Client:
 
     # --- requests ---
 
-    async def run(
-        self, submits: Iterable[tuple[Submit, RequestOutput]], bar: Any, news: News | None = None
-    ) -> list[RequestOutput]:
+    async def run(self, submits: Iterable[Sent], bar: Any, news: News | None = None) -> list[RequestOutput]:
         """Send each as soon as it is made; return when all have ended. ValueError with the first refusal. `news`: see Run.
 
         When one cannot be made, or nobody waits any more, those before it end, and the error is raised.
@@ -193,7 +190,6 @@ class Client:
         self.mesh_client.open(choices, submit)
 
     def _abort(self, run: Run) -> None:
-        """Nobody waits for what was sent."""
         self.mesh_client.close(list(run.open))
         for choice in run.open:
             self.counts.given_up(choice.engine)

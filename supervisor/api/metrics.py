@@ -45,8 +45,6 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """What only grows."""
-
     value: int
 
 
@@ -59,8 +57,6 @@ class Vector(Metric):
 
 @dataclass
 class Gauge(Metric):
-    """What is so now."""
-
     value: float
 
 
@@ -74,8 +70,6 @@ class Histogram(Metric):
 
 
 class _Observed:
-    """What was observed of one kind."""
-
     def __init__(self, limits: tuple[float, ...]) -> None:
         self._limits = limits
         self._counts = [0] * (len(limits) + 1)

@@ -76,7 +76,6 @@ class Progress:
         self._told: dict[int, tuple[int, int]] = {}  # by sequence: tokens and characters
 
     def take(self, changed: Iterable[CompletionOutput]) -> RequestOutput:
-        """These sequences of the request."""
         outputs = sorted((self._copy(output) for output in changed), key=lambda output: output.index)
         return replace(self._request, request_id=self._request_id, outputs=outputs, is_last=self._request.finished)
 
@@ -104,11 +103,9 @@ class OutputStream:
         self._news = asyncio.Event()
 
     def push(self, found: RequestOutput) -> None:
-        """More of the request."""
         self._call(found, False, None)
 
     def end(self, error: Exception | None) -> None:
-        """Nothing follows."""
         self._call(None, True, error)
 
     async def read(self) -> AsyncIterator[RequestOutput]:
@@ -137,7 +134,6 @@ class OutputStream:
 
 
 def joined(before: RequestOutput, after: RequestOutput, *, delta: bool) -> RequestOutput:
-    """Two copies as one."""
     outputs = {output.index: output for output in before.outputs}
     for output in after.outputs:
         old = outputs.get(output.index)

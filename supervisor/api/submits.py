@@ -14,7 +14,7 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
-from meshlm.supervisor.api.client import Client, name_of
+from meshlm.supervisor.api.client import Client, Sent, name_of
 from meshlm.supervisor.api.offline_prompts import Given
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams, check_embeds
@@ -73,10 +73,10 @@ class Submits:
 
     def of(
         self, prompts: Iterator[Given], each: Sequence[SamplingParams], ranks: Sequence[int], dp_rank: int = -1
-    ) -> Iterator[tuple[Submit, RequestOutput]]:
+    ) -> Iterator[Sent]:
         """What is sent for each prompt, made when it is asked for, and what its tokens go to."""
         run, eos, server = uuid.uuid4().hex, self._resolved.eos_token_ids, self._config.server
-        constraints = server.structured_outputs
+        constraints, most_drafted = server.structured_outputs, self._resolved.num_speculative_tokens
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = f"{run}-{number}", given.prompt
             if (vectors := find_extra(media_of(prompt), PromptEmbeds)) is not None:
@@ -87,10 +87,7 @@ class Submits:
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
                 sampling=params.wire(eos, self._vocab_size, self._draws.getrandbits(63)),
-                extras=(
-                    *params.extras(constraints, server.reasoning_parser),
-                    *params.drafting(self._resolved.num_speculative_tokens),
-                ),
+                extras=(*params.extras(constraints, server.reasoning_parser), *params.drafting(most_drafted)),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,

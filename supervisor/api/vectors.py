@@ -23,7 +23,7 @@ from meshlm.runtime import io_processors
 from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 from meshlm.supervisor.api.arguments import refuse
 from meshlm.supervisor.api.background import Background, Bar, progress_bar, unless_ended
-from meshlm.supervisor.api.client import name_of
+from meshlm.supervisor.api.client import Sent, name_of
 from meshlm.supervisor.api.offline_prompts import Given, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
@@ -103,7 +103,6 @@ class PoolingRequestOutput:
 
 
 def result_of(request: RequestOutput, pool: Pool, kind: type[PoolingOutput]) -> PoolingRequestOutput:
-    """What the mesh gave for one prompt."""
     flat, rows = array("f", request.outputs[0].pooled), 0
     if pool.kind is PoolKind.ALL:
         flat, rows = of_tokens(flat, request.prompt_token_ids, pool)
@@ -128,9 +127,8 @@ def scores_of(
         else:
             score = cosine(vectors[query], vectors[first + document])
         ids = one.prompt_token_ids + other.prompt_token_ids
-        scores.append(
-            PoolingRequestOutput(f"{one.request_id}_{other.request_id}", ScoringOutput(array("f", [score])), ids)
-        )
+        name, output = f"{one.request_id}_{other.request_id}", ScoringOutput(array("f", [score]))
+        scores.append(PoolingRequestOutput(name, output, ids))
     return scores
 
 
@@ -218,7 +216,7 @@ class Vectors:
         params: ManyPoolingParams,
         task: PoolingTask | None,
         tokenization_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[Iterator[tuple[Submit, RequestOutput]], list[Pool]]:
+    ) -> tuple[Iterator[Sent], list[Pool]]:
         """What the mesh is asked for these prompts, and what is made of each."""
         items = many(prompts)
         pools, options = self._pools(task or self._spec.tasks[0], params, len(items), tokenization_kwargs)
@@ -254,10 +252,7 @@ class Vectors:
                 raise ValueError(f"dimensions: the model supports {allowed or f'1 to {spec.size}'}, got {cut}")
         return spec.pool(task, activation=params.use_activation, dimensions=cut or 0)
 
-    def _submits(
-        self, given: Sequence[Given], pools: Sequence[tuple[Pool, PoolingParams]]
-    ) -> Iterator[tuple[Submit, RequestOutput]]:
-        """One for each prompt."""
+    def _submits(self, given: Sequence[Given], pools: Sequence[tuple[Pool, PoolingParams]]) -> Iterator[Sent]:
         run = uuid.uuid4().hex
         for number, ((prompt, _, salt), (pool, params)) in enumerate(zip(given, pools, strict=True)):
             name = f"{run}-{number}"

@@ -242,7 +242,6 @@ def _profile(server: Server, what: str) -> None:
 
 
 def _settings(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The settings of the run that the result names."""
     rate = arguments.request_rate
     found = {
         "date": time.strftime("%Y%m%d-%H%M%S"),

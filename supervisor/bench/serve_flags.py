@@ -201,7 +201,6 @@ def ratios(text: str) -> tuple[float, float]:
 
 
 def random_lengths(arguments: argparse.Namespace) -> data.Lengths:
-    """The lengths of --dataset-name random."""
     lens = (arguments.random_input_len, arguments.random_output_len, arguments.random_prefix_len)
     return data.Lengths(*lens, *ratios(arguments.random_range_ratio))
 
@@ -234,7 +233,6 @@ def samples(
 
 
 def pairs(flag: str, words: list[str] | None) -> dict[str, str]:
-    """KEY=VALUE words."""
     found: dict[str, str] = {}
     for word in words or []:
         key, equals, value = word.partition("=")
@@ -286,5 +284,4 @@ def body(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def is_chat(arguments: argparse.Namespace) -> bool:
-    """Whether requests have messages."""
     return "chat" in arguments.endpoint

@@ -204,8 +204,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class _Sweep:
-    """One experiment."""
-
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self._arguments, self._folder = arguments, folder
         self._serve, self._bench = (_words(f, getattr(arguments, f)) for f in ("serve_cmd", "bench_cmd"))

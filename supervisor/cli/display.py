@@ -45,7 +45,6 @@ class StartDisplay:
         print(f"[{self._clock() - self._started:6.1f}s] {text}", file=self._out, flush=True)
 
     def progress(self, identity: Identity, news: Progress) -> None:
-        """News of one phase of one process."""
         amount = f" {news.done}/{news.total} {news.unit}".rstrip() if news.total else ""
         text = f"{identity}: {news.phase}{amount}"
         finished = news.done >= news.total

@@ -47,7 +47,6 @@ def run_collect_env(arguments: argparse.Namespace) -> int:
 
 
 def facts() -> dict[str, str]:
-    """Versions and hardware, by name."""
     found = {
         "meshlm": __version__,
         "python": sys.version.split()[0],

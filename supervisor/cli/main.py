@@ -155,7 +155,6 @@ def plain_help(words: Sequence[str]) -> list[str]:
 
 
 def flag_help_lines(word: str) -> list[str]:
-    """The lines that --help=WORD shows."""
     every = list(settings())
     groups = list(dict.fromkeys(setting.section for setting in every))
     if word == GROUPS:

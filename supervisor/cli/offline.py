@@ -56,7 +56,6 @@ def run_tune(arguments: argparse.Namespace) -> int:
 
 
 def tables_in(folder: Path) -> list[str]:
-    """A line for each table."""
     lines = []
     for path in sorted(folder.glob("*/tables/*.json")):
         products = json.loads(path.read_text("utf-8"))["products"]

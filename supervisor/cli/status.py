@@ -181,13 +181,11 @@ def boxes(run_dir: Path, wanted: str, *, before: bool = False) -> list[Path]:
 
 
 def is_process(wanted: str) -> bool:
-    """Whether a process may be called so."""
     role, slash, index = wanted.partition("/")
     return role in {role.value for role in Role} and (not slash or index.isdecimal())
 
 
 def line_of(event: Event, *, date: bool = False) -> str:
-    """One line for people."""
     at = event.get("at", 0.0)
     layout = "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S"
     clock = f"{time.strftime(layout, time.localtime(at))}.{int(at % 1 * 1000):03d}"

@@ -19,8 +19,6 @@ API_KEYS = (*vllm_env.API_KEYS, "OPENAI_API_KEY")  # the first that is set
 
 
 class Server(NamedTuple):
-    """The server that requests go to."""
-
     is_tls: bool
     host: str
     port: int

@@ -102,7 +102,6 @@ def _figures(snapshot: Snapshot) -> Text:
 
 
 def _percentiles(times: Percentiles) -> str:
-    """p50, p90 and p99."""
     return " / ".join(seconds(value) for value in (times.p50, times.p90, times.p99)) if times.count else "-"
 
 

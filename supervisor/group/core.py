@@ -134,7 +134,6 @@ class Group:
         return []
 
     def spawn(self, process: Process, now: float) -> events.Spawn:
-        """Starts a process with a new incarnation."""
         self._last_incarnation = max(self._last_incarnation + 1, int(now * 1e9))
         process.incarnation = Incarnation(self._last_incarnation)
         process.state = State.STARTING
@@ -188,7 +187,6 @@ class Group:
         return [events.AskToStop(identity)]
 
     def _gone(self, process: Process) -> list[Effect]:
-        """It has left."""
         del self.processes[process.identity]
         if self.changing:
             return []
@@ -324,7 +322,6 @@ class Group:
         return asked if living else [events.AllStopped()]
 
     def _frontends(self) -> list[Process]:
-        """The frontends that have not ended."""
         return [p for p in self.processes.values() if p.identity.role is Role.FRONTEND and p.state is not State.STOPPED]
 
     def _is_needed(self, process: Process) -> bool:

@@ -51,8 +51,6 @@ class AskToLeave(Struct, frozen=True, tag="ask_to_leave"):
 
 
 class Say(Struct, frozen=True, tag="say"):
-    """A line for the user."""
-
     text: str
 
 

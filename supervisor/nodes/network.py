@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges import control as edge
@@ -129,39 +130,14 @@ class Head:
         return {one.identity: peer for peer, node in there for one in node.processes}
 
     def rows(self) -> list[ProcessStatus]:
-        now = time.time()
-        return [
-            ProcessStatus(
-                role=process.identity.role.value,
-                index=process.identity.index,
-                pid=process.pid,
-                incarnation=process.incarnation,
-                state="lost" if node.lost else process.state,
-                uptime_s=round(now - process.started_s, 3) if process.pid else 0.0,
-                restarts=process.restarts,
-                phase=process.phase,
-                rss_bytes=process.rss_bytes,
-                host=node.host,
-                sent=process.sent,
-            )
-            for node in self._nodes.joined.values()
-            for process in node.processes
-        ]
+        nodes, now = self._nodes.joined.values(), time.time()
+        found = [(node, ProcessStatus.of(one, now, node.host)) for node in nodes for one in node.processes]
+        return [replace(row, state="lost") if node.lost else row for node, row in found]
 
     def standbys(self) -> list[StandbyStatus]:
-        now = time.time()
-        return [
-            StandbyStatus(
-                role=standby.role.value,
-                pid=standby.pid,
-                state="lost" if node.lost else standby.state,
-                uptime_s=round(now - standby.started_s, 3),
-                rss_bytes=standby.rss_bytes,
-                host=node.host,
-            )
-            for node in self._nodes.joined.values()
-            for standby in node.standbys
-        ]
+        nodes, now = self._nodes.joined.values(), time.time()
+        found = [(node, StandbyStatus.of(one, now, node.host)) for node in nodes for one in node.standbys]
+        return [replace(row, state="lost") if node.lost else row for node, row in found]
 
 
 class Guest:
@@ -248,7 +224,6 @@ class Guest:
 
 
 def _report(status: MeshStatus) -> edge.NodeReport:
-    """This node's children, for the head."""
     now = time.time()
     return edge.NodeReport(
         tuple(row.report(now) for row in status.processes if row.role != Role.SUPERVISOR.value),

@@ -119,8 +119,6 @@ class Incarnations:
             self._warm_at[role] = self._loop.time()
 
     def prepare(self, identity: Identity) -> None:
-        """Load a standby."""
-
         def tell(why: str = "") -> None:
             self._tell(rolling.Prepared(identity, why))
 

@@ -10,23 +10,15 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from msgspec import Meta
+from typing import TYPE_CHECKING, Any
 
 from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.sizes import size_parser
 
+if TYPE_CHECKING:
+    from meshlm.supervisor.settings.flags import Setting
+
 YAML = (".yaml", ".yml")
-
-
-class Setting(Protocol):
-    """The part of flags.Setting that this module needs."""
-
-    @property
-    def section(self) -> str: ...
-    @property
-    def meta(self) -> Meta | None: ...
 
 
 def expand(words: Sequence[str]) -> list[str]:
@@ -77,7 +69,7 @@ def _words_of(flag: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def read_toml(file: str | None, known: Mapping[str, Setting]) -> dict[str, object]:
+def read_toml(file: str | None, known: Mapping[str, "Setting"]) -> dict[str, object]:
     """Settings of a TOML file, given flat or under their section, dashes or underscores."""
     if file is None:
         return {}
@@ -98,7 +90,7 @@ def read_toml(file: str | None, known: Mapping[str, Setting]) -> dict[str, objec
     return found
 
 
-def _known(name: str, known: Mapping[str, Setting], file: str) -> str:
+def _known(name: str, known: Mapping[str, "Setting"], file: str) -> str:
     plain = name.replace("-", "_")
     if plain in known:
         return plain

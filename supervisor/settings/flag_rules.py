@@ -153,7 +153,6 @@ def audio(c: MeshConfig) -> Rules:
 
 
 def vectors(c: MeshConfig, spec: ModelSpec) -> Rules:
-    """Of a model that gives vectors."""
     several, tokens = c.parallel.workers_per_rank > 1, () if spec.head is None else spec.head.token_ids
     beyond = max(tokens, default=-1) >= spec.vocab_size
     yield beyond, "--pooler-config", f"returned_token_ids: the vocabulary has {spec.vocab_size} tokens"
@@ -258,7 +257,6 @@ def caches(c: MeshConfig, f: Facts) -> Rules:
 
 
 def states(c: MeshConfig, spec: ModelSpec) -> Rules:
-    """Of recurrent states."""
     cache = c.cache
     for flag, value, plain in (
         ("--mamba-cache-mode", cache.mamba_cache_mode, ("auto", "none")),

@@ -95,7 +95,6 @@ def _help(setting: Setting) -> str:
 
 
 def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
-    """The argparse keywords for this setting's type."""
     kind = setting.kind
     metavar = setting.name.upper()
     if parse := size_parser(extra):

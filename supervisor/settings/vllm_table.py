@@ -153,6 +153,7 @@ _STATES = "states of state-space layers are computed by our kernels and rounded 
 _CHOSEN = "kernels are chosen by their tables and by --tune"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
 _COMPILING = "compilations are not watched; GET /metrics counts steps without a CUDA graph"
+_PACE = "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings"
 _TIMEOUTS = "--startup-timeout and --step-timeout are the settings"
 
 _QUANTISED = (
@@ -258,10 +259,9 @@ ONLY = {
         ("info", "debug", "trace"),
         "there is no uvicorn; --log-level is for all processes, --disable-log-requests silences the line per request",
     ),
-    "--decode-context-parallel-size": (("1",), _CONTEXT_PARALLEL),
-    "-dcp": (("1",), _CONTEXT_PARALLEL),
+    **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "-pcp"), (("1",), _CONTEXT_PARALLEL)),
     "--prefill-context-parallel-size": (("1",), _CONTEXT_PARALLEL),
-    "-pcp": (("1",), _CONTEXT_PARALLEL),
+    **dict.fromkeys(("--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size"), (("1",), _CONTEXT_PARALLEL)),
     "--cpu-offload-gb": (("0", "0.0"), _OFFLOAD),
     "--long-prefill-token-threshold": (("0",), _PREFILL),
     "--max-num-partial-prefills": (("1",), _PREFILL),
@@ -270,18 +270,13 @@ ONLY = {
     "--watermark": (("0", "0.0"), "no KV blocks are kept free; a preempted request is computed again"),
     "--renderer-num-workers": (("1",), "--detokenizers is how many processes tokenize"),
     "--worker-cls": (("auto",), _CLASSES),
-    "--performance-mode": (
-        ("balanced",),
-        "--prefill-pace, --max-num-batched-tokens and --cudagraph-capture are the settings",
-    ),
+    "--performance-mode": (("balanced",), _PACE),
     "--moe-backend": (("auto",), "kernels are chosen by their tables and by --tune"),
     "--ubatch-size": (("0", "2"), "--enable-dbo halves steps"),
     "--expert-placement-strategy": (("linear",), "each rank has experts that follow one another"),
     "--linear-backend": (("auto",), "kernels are chosen by their tables and by --tune"),
     "--kv-offloading-backend": (("native",), "KV blocks stay on the device"),
     "--dcp-comm-backend": (("ag_rs",), _CONTEXT_PARALLEL),
-    "--dcp-kv-cache-interleave-size": (("1",), _CONTEXT_PARALLEL),
-    "--cp-kv-cache-interleave-size": (("1",), _CONTEXT_PARALLEL),
     "--offload-backend": (("auto",), _OFFLOAD),
     "--offload-group-size": (("0",), _OFFLOAD),
     "--offload-num-in-group": (("1",), _OFFLOAD),

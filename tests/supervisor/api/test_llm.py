@@ -13,13 +13,12 @@ from meshlm.supervisor.api.offline_prompts import of_generate
 
 @pytest.fixture
 def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    resolved = SimpleNamespace(
-        eos_token_ids=(), logits_processors=(), speech=None, spec=SimpleNamespace(vocab_size=9), pooling=None
-    )
+    spec, none = SimpleNamespace(vocab_size=9), {"speech": None, "pooling": None, "num_speculative_tokens": 0}
+    resolved = SimpleNamespace(eos_token_ids=(), logits_processors=(), spec=spec, **none)
 
     def resolve(config: MeshConfig, at_most: int | None) -> Any:
-        sections = {name: getattr(config, name) for name in ("model", "scheduler", "server")}
-        return SimpleNamespace(**sections, require_resolved=lambda: resolved)
+        given = {name: getattr(config, name) for name in ("model", "scheduler", "server")}
+        return SimpleNamespace(**given, require_resolved=lambda: resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
     monkeypatch.setattr("meshlm.supervisor.settings.resolve.for_mesh", resolve)
