@@ -209,10 +209,8 @@ def _any_of(schemas: Any) -> Any:
 
 def _common(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
     """The types that both take: an integer is a number, too."""
-    whole = (
-        {"integer"} if ("integer" in one and "number" in other) or ("number" in one and "integer" in other) else set()
-    )
-    return (one & other) | whole
+    both = ("integer" in one and "number" in other) or ("number" in one and "integer" in other)
+    return (one & other) | ({"integer"} if both else set())
 
 
 def _list(found: Any) -> list[Any]:

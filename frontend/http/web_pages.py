@@ -106,9 +106,8 @@ class WebPages:
         if origin is not None:
             scheme, _, authority = origin.lower().partition("://")  # of `null` nothing
             port = {"http": ":80", "https": ":443"}.get(scheme, "")  # it may be left out
-            return bool(authority) and authority.removesuffix(port) == headers.get("host", "").lower().removesuffix(
-                port
-            )
+            host = headers.get("host", "").lower()
+            return bool(authority) and authority.removesuffix(port) == host.removesuffix(port)
         if site in (None, "none"):  # no browser, or its user
             return True
         goes_there = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"

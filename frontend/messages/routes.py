@@ -19,9 +19,8 @@ from meshlm.frontend.requests.generation import Backend, Generation, ReadRequest
 from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Tokenize
 
-MESSAGES = form_of_turns(
-    lambda parsed_request: MessageFormat(parsed_request.answer.stream), id_headers=("X-Request-Id", "Request-Id")
-)
+_NAMES = ("X-Request-Id", "Request-Id")
+MESSAGES = form_of_turns(lambda parsed_request: MessageFormat(parsed_request.answer.stream), id_headers=_NAMES)
 
 
 _route = partial(route, error=schema.MessagesErrorResponse)

@@ -71,10 +71,8 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     names_here: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
         **dict.fromkeys(("max_completion_tokens", "max_output_tokens"), "max_tokens"),
-        **dict.fromkeys(
-            ("response_format", "structured_outputs", "guided_json", "json_schema"), "output_config.format"
-        ),
-        "output_format": "output_config.format",
+        **dict.fromkeys(("response_format", "structured_outputs", "guided_json"), "output_config.format"),
+        **dict.fromkeys(("json_schema", "output_format"), "output_config.format"),
         "reasoning_effort": "output_config.effort",
         "thinking_token_budget": "thinking.budget_tokens",
     }

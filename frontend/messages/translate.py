@@ -166,9 +166,8 @@ def _assistant(blocks: list[tuple[Json, str]]) -> Json:
             case "tool_use":
                 calls.append(_call(block, where))
             case kind:
-                raise field_error(
-                    where, f"blocks of type {kind[:40]!r} are not supported in a message of role 'assistant'"
-                )
+                text = f"blocks of type {kind[:40]!r} are not supported in a message of role 'assistant'"
+                raise field_error(where, text)
     found: Json = {"role": "assistant", "content": "".join(texts) or (None if calls else "")}
     if reasoning:
         found["reasoning"] = "".join(reasoning)
@@ -278,16 +277,14 @@ def _is_run(tool: Json) -> bool:
 
 def left_out(request: Conversation) -> tuple[str, ...]:
     """The types of tools that the model is not told of, as unknown fields are named."""
-    return tuple(
-        f"tools of type {kind}" for kind in sorted({tool["type"] for tool in request.tools or () if _is_run(tool)})
-    )
+    kinds = {tool["type"] for tool in request.tools or () if _is_run(tool)}
+    return tuple(f"tools of type {kind}" for kind in sorted(kinds))
 
 
 def _tool(tool: Json, where: str) -> Json:
     if tool.get("type") not in (None, "custom"):
-        raise field_error(
-            where, f"tools of type {str(tool['type'])[:40]!r} are not supported; those of the client's own are"
-        )
+        text = f"tools of type {str(tool['type'])[:40]!r} are not supported; those of the client's own are"
+        raise field_error(where, text)
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
         raise field_error(f"{where}.input_schema", "must be a JSON schema")

@@ -81,9 +81,8 @@ class Reader:
         elif form.channels:
             from meshlm.runtime.parsers import harmony
 
-            self._channels = harmony.Channels(
-                parsed_request.answer.tools if self._parser else {}, opened=parsed_request.answer.opened_reasoning
-            )
+            tools = parsed_request.answer.tools if self._parser else {}
+            self._channels = harmony.Channels(tools, opened=parsed_request.answer.opened_reasoning)
         else:
             self._splitter = Splitter(form, self._parser, parsed_request.answer.tools)
 
@@ -149,9 +148,8 @@ class Reader:
             elif index not in calls:
                 calls[index] = {"index": index, "function": {"arguments": ""}}
             calls[index]["function"]["arguments"] += part.arguments
-        return Said(
-            thought if self._parsed_request.answer.include_reasoning else "", "".join(content), list(calls.values())
-        )
+        told = thought if self._parsed_request.answer.include_reasoning else ""
+        return Said(told, "".join(content), list(calls.values()))
 
     def _beginning(self, call: Call, index: int) -> Json:
         self.num_calls += 1

@@ -275,9 +275,8 @@ class WholeResponse(Response):
             entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.options.echo else text
             entry["logprobs"] = self._completion_logprobs(choice)
             entry |= self._of_prompt(choice)
-        entry["finish_reason"] = visible_reason(
-            finished, bool(entry.get("message", {}).get("tool_calls")) and not self.options.tool_choice.name
-        )
+        calls = bool(entry.get("message", {}).get("tool_calls")) and not self.options.tool_choice.name
+        entry["finish_reason"] = visible_reason(finished, calls)
         entry["stop_reason"] = finished.stop_reason
         if self.options.return_token_ids and not self.options.hides_tokens:
             entry["token_ids"] = [] if self.options.prompt_only else choice.token_ids.tolist()

@@ -74,10 +74,8 @@ def grammar(choice: ToolChoice, request: ChatRequest, server: ServerConfig) -> G
         found = _in_channels(choice, server) if has_channels(server) else _forced(choice, server, bool(strict))
         return msgspec.structs.replace(found, whitespace_pattern=request.guided_whitespace_pattern or "")
     if choice.tools and not server.enable_auto_tool_choice:
-        text = (
-            "the server reads no calls (--enable-auto-tool-choice, --tool-call-parser); tool_choice 'none' shows them"
-        )
-        raise field_error("tools", text)
+        flags = "--enable-auto-tool-choice, --tool-call-parser"
+        raise field_error("tools", f"the server reads no calls ({flags}); tool_choice 'none' shows them")
     if not strict:
         return None
     form = registry.tool_parser(server.tool_call_parser).structure

@@ -200,9 +200,7 @@ class Rendering:
                 text = f"messages[{place}]: {error.message}" if error.param == "messages" else error.message
                 raise HttpError(error.status, text, error.param) from None
         first = parsed_requests[0]
-        if any(
-            parsed_request.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for parsed_request in parsed_requests
-        ):
+        if any(other.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for other in parsed_requests):
             raise field_error("continue_final_message", "the conversations' last messages are not the same")
         parsed_request = first.with_mesh(prompts=[parsed_request.mesh.prompts[0] for parsed_request in parsed_requests])
         limits.check(

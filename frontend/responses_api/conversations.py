@@ -106,9 +106,8 @@ class ConversationRoutes:
         return _shown(found)
 
     async def _find(self, request: Request) -> Conversation:
-        return await self._shelf.conversation(
-            request.path_params["conversation_id"], key_of(request), "conversation_id"
-        )
+        name = "conversation_id"
+        return await self._shelf.conversation(request.path_params[name], key_of(request), name)
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         def read(_: Request, raw: bytes) -> tuple[Body, tuple[str, ...]]:

@@ -24,6 +24,7 @@ _DONE = {
     "message": ("response.output_text.done", "text"),
     "function_call": ("response.function_call_arguments.done", "arguments"),
 }
+_WHOLE = ("completed", "incomplete")  # statuses of an answer that has all of its text
 
 
 class ResponseFormat(TurnFormat):
@@ -123,9 +124,7 @@ class ResponseFormat(TurnFormat):
             "output": list(self.output),
             "usage": usage_of(turn) if ended else None,
             **self._repeated,
-            **(
-                _raw_messages(turn) if turn.options.return_prompt_text and status in ("completed", "incomplete") else {}
-            ),
+            **(_raw_messages(turn) if turn.options.return_prompt_text and status in _WHOLE else {}),
         }
 
     def _open(self, kind: str, prefix: str, fields: Json, part: Json | None) -> None:

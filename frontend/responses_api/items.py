@@ -34,9 +34,8 @@ def messages_of(items: list[Json], field: str = "input") -> list[Json]:
             case "message":
                 _message(item, where, found)
             case "function_call":
-                _turn(found, after=("reasoning", "content", "tool_calls")).setdefault("tool_calls", []).append(
-                    _call(item, where)
-                )
+                turn = _turn(found, after=("reasoning", "content", "tool_calls"))
+                turn.setdefault("tool_calls", []).append(_call(item, where))
             case "function_call_output":
                 call_id = _name(item, "call_id", where)
                 found.append({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
@@ -115,9 +114,8 @@ def _part(part: Any, where: str) -> Json:
     if part["type"] == "refusal":
         return {"type": "text", "text": _string(part, "refusal", where)}
     if part["type"] not in TEXTS:
-        raise field_error(
-            where, f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are"
-        )
+        text = f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are"
+        raise field_error(where, text)
     return {"type": "text", "text": _string(part, "text", where)}
 
 

@@ -1,9 +1,10 @@
 """The JSON schema of bodies of /v1/responses and /v1/conversations, where the types of schema.py do not say it. Called by
 frontend/routes/request_schema.py."""
 
-from typing import Any
+from typing import Any, get_args
 
 from meshlm.frontend.http.answer_fields import REFUSED_RESPONSES
+from meshlm.frontend.openai.schema import Verbosity
 
 Json = dict[str, Any]
 _TEXT: Json = {"type": "string", "minLength": 1}
@@ -36,9 +37,7 @@ def _fields(names: tuple[str, ...], max_logprobs: int, *, takes_tools: bool, tak
         "previous_response_id": {"description": "A response that is stored.", **_or_null(_TEXT)},
         "tools": _or_null({"type": "array", "items": _tool()}) if takes_tools else {"enum": [[], None]},
         "tool_choice": _choice(),
-        "text": _or_null(
-            _object([], format=_or_null(*_formats()), verbosity={"enum": ["low", "medium", "high", None]})
-        ),
+        "text": _or_null(_object([], format=_or_null(*_formats()), verbosity={"enum": [*get_args(Verbosity), None]})),
         "stop": _or_null(stop, {"type": "array", "items": stop, "maxItems": 64}),
         "logit_bias": _or_null(bias),
         "top_logprobs": _or_null({"type": "integer", "minimum": 0, **most}),
@@ -72,9 +71,8 @@ def _items() -> list[Json]:
     content: Json = {"anyOf": [_ANY_TEXT, parts]}
     call = _object(["type", "call_id", "name", "arguments"], type={"const": "function_call"}, call_id=_TEXT, name=_TEXT)
     call["properties"]["arguments"] = _ANY_TEXT
-    output = _object(
-        ["type", "call_id", "output"], type={"const": "function_call_output"}, call_id=_TEXT, output=content
-    )
+    of_call: Json = {"type": {"const": "function_call_output"}, "call_id": _TEXT}
+    output = _object(["type", "call_id", "output"], **of_call, output=content)
     thought = _object(["type", "text"], type={"const": "reasoning_text"}, text=_ANY_TEXT)
     reasoning = _object(["type", "content"], type={"const": "reasoning"}, content={"type": "array", "items": thought})
     summary = _object(["type", "text"], type={"const": "summary_text"}, text=_ANY_TEXT)

@@ -288,9 +288,8 @@ class ResponseRoutes:
                     return AlreadySent()
                 is_here = self._background.partial(response_id) is not None
                 limit_s = 10 * POLL_S if is_here else POLL_S  # what this frontend writes, it hears of
-                await asyncio.wait(
-                    {left, asyncio.ensure_future(self._shelf.news(limit_s))}, return_when="FIRST_COMPLETED"
-                )
+                news = asyncio.ensure_future(self._shelf.news(limit_s))
+                await asyncio.wait({left, news}, return_when="FIRST_COMPLETED")
             raise ClientDisconnect()
         finally:
             self._num_followed -= 1

@@ -226,6 +226,5 @@ def served(
         Group.DEVELOPMENT: development,
         Group.DOCUMENTATION: documentation,
     }
-    return tuple(
-        one for one in OPERATIONS if groups[one.group] or (renders_only and one.path.endswith(("/render", "/derender")))
-    )
+    ends = ("/render", "/derender") if renders_only else ()
+    return tuple(one for one in OPERATIONS if groups[one.group] or one.path.endswith(ends))

@@ -68,9 +68,8 @@ class SpeechRoutes:
         prepare = None if transcription.language else partial(self._with_language, transcription)
         whole, stream = (partial(form, transcription=transcription) for form in (SpeechResponse, SpeechStream))
         try:
-            return await self._generation.answer(
-                request, read, PREFIXES[task], Form(whole, stream, before_start=prepare)
-            )
+            form = Form(whole, stream, before_start=prepare)
+            return await self._generation.answer(request, read, PREFIXES[task], form)
         except HttpError as error:
             if error.param == "prompt" and "--max-concurrent-bytes" in error.message:  # the audio is what is large
                 raise HttpError(error.status, error.message, parse.FILE, error.kind) from None

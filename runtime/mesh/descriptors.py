@@ -44,7 +44,5 @@ def claim(me: Identity, config: MeshConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = EACH_LINK * num_links(me, config) + BESIDE
     if hard != resource.RLIM_INFINITY and hard < needed:
-        text = (
-            f"{me} may open {hard} files, and its links need {needed}: raise the hard limit (ulimit -Hn, LimitNOFILE=)"
-        )
-        raise ProcessFatal(text)
+        text = "raise the hard limit (ulimit -Hn, LimitNOFILE=)"
+        raise ProcessFatal(f"{me} may open {hard} files, and its links need {needed}: {text}")

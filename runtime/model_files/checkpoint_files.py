@@ -70,9 +70,8 @@ def is_needless(name: str) -> bool:
 def weight_files(folder: AnyPath, wanted: str = "auto") -> WeightFiles:
     """safetensors where there are any, else .bin, else .pt; `wanted` may name one format. ModelFilesError."""
     found = {"safetensors": _chosen(folder, "safetensors"), "pt": _chosen(folder, "pt")}
-    load_format: Format = (
-        "pt" if wanted == "pt" or (wanted == "auto" and not found["safetensors"][0]) else "safetensors"
-    )
+    is_pt = wanted == "pt" or (wanted == "auto" and not found["safetensors"][0])
+    load_format: Format = "pt" if is_pt else "safetensors"
     files, left_out = found[load_format]
     if any(_OF_RANK.fullmatch(file.name) for file in files):
         raise ModelFilesError(f"{folder}: it holds weights by rank; --load-format sharded_state reads them")
@@ -154,16 +153,7 @@ def read_header(file: AnyPath) -> dict[str, TensorHeader]:
             for name, tensor in header.items()
         }
         end = 8 + length + max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)
-    except (
-        OSError,
-        struct.error,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-    ) as error:
+    except (OSError, struct.error, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ModelFilesError(f"{file}: cannot be read, perhaps cut short ({error or type(error).__name__})") from None
     if end > size:
         raise ModelFilesError(f"{file}: cannot be read, perhaps cut short ({size} bytes of {end})")
@@ -181,9 +171,8 @@ class Quantised(NamedTuple):
         """Reads what it says. of_text_part: modules are named as in the outer model. ModelFilesError for what cannot be read."""
         found = formats().get(str(self.settings.get("quant_method"))) if isinstance(self.settings, dict) else None
         if found is None or ".json: " not in self.where:
-            raise ModelFilesError(
-                f"{self.said}; supported: quantization_config with {', '.join(formats())}, and GGUF files"
-            )
+            known = ", ".join(formats())
+            raise ModelFilesError(f"{self.said}; supported: quantization_config with {known}, and GGUF files")
         try:
             read = found.read(self.settings)
             return msgspec.structs.replace(read, ignore=text_modules(read.ignore)) if of_text_part else read
@@ -205,9 +194,8 @@ class Quantised(NamedTuple):
         """The notes about it that a user should read."""
         if not self.settings.get("kv_cache_scheme"):
             return ()
-        return (
-            f"{self.where}: kv_cache_scheme: the KV cache is FP8 only with --kv-cache-dtype fp8, then with the file's scales",
-        )
+        text = "the KV cache is FP8 only with --kv-cache-dtype fp8, then with the file's scales"
+        return (f"{self.where}: kv_cache_scheme: {text}",)
 
 
 def quantisation(folder: Path, config: dict[str, Any]) -> Quantised | None:
@@ -277,12 +265,9 @@ def _check_listed(file: AnyPath, held: set[str], listed: set[str]) -> None:
     if held == listed:
         return
     more, lost = sorted(held - listed), sorted(listed - held)
-    what = (
-        f"lacks tensor {lost[0]}{_and_more(len(lost) - 1)}"
-        if lost
-        else f"holds tensor {more[0]}{_and_more(len(more) - 1)}"
-    )
-    raise ModelFilesError(f"{file}: it {what}, which the index {'lists' if lost else 'does not list'}")
+    verb, names, listing = ("lacks", lost, "lists") if lost else ("holds", more, "does not list")
+    what = f"it {verb} tensor {names[0]}{_and_more(len(names) - 1)}, which the index {listing}"
+    raise ModelFilesError(f"{file}: {what}")
 
 
 def _no_weights(folder: AnyPath, load_format: str) -> str:

@@ -37,12 +37,8 @@ NEEDLESS = words("""
     remove_invalid_values early_stopping length_penalty
 """)
 """Bookkeeping, how transformers runs, and settings of searches that are not asked for."""
-NEUTRAL: dict[str, Number] = dict.fromkeys(
-    words("""
-    num_beams num_beam_groups num_return_sequences typical_p encoder_repetition_penalty guidance_scale
-"""),
-    1,
-)
+_SEARCHES = "num_beams num_beam_groups num_return_sequences typical_p encoder_repetition_penalty guidance_scale"
+NEUTRAL: dict[str, Number] = dict.fromkeys(words(_SEARCHES), 1)
 
 
 class GenerationConfig(Struct, frozen=True, kw_only=True):
@@ -79,9 +75,8 @@ def of_model(folder: Path, config: dict[str, Any], honoured: Set[str] = frozense
             settings["eos_token_id"] = config.get("eos_token_id")
     else:
         settings, where, notes = config, f"{folder}/config.json", ()
-    return GenerationConfig(
-        defaults=_defaults(settings, where), eos_token_ids=eos_ids(settings.get("eos_token_id"), where), notes=notes
-    )
+    ends = eos_ids(settings.get("eos_token_id"), where)
+    return GenerationConfig(defaults=_defaults(settings, where), eos_token_ids=ends, notes=notes)
 
 
 def chosen(own: GenerationConfig, source: str, override: str) -> GenerationConfig:
@@ -104,9 +99,8 @@ def chosen(own: GenerationConfig, source: str, override: str) -> GenerationConfi
     changes = _override(override) if override else {}
     found = found | changes
     limit = found.get("max_tokens") if given else changes.get("max_tokens")
-    return GenerationConfig(
-        defaults=found, max_output_tokens=None if limit is None else int(limit), eos_token_ids=eos, notes=notes
-    )
+    most = None if limit is None else int(limit)
+    return GenerationConfig(defaults=found, max_output_tokens=most, eos_token_ids=eos, notes=notes)
 
 
 def eos_ids(given: Any, where: str) -> tuple[int, ...]:
@@ -147,12 +141,10 @@ def _defaults(settings: dict[str, Any], where: str) -> dict[str, Number]:
 def _notes(settings: dict[str, Any], where: str) -> tuple[str, ...]:
     """One line about settings that are not applied, if any."""
     known = NEEDLESS | RANGES.keys() | {"eos_token_id"}
-    ignored = sorted(
-        name for name, value in settings.items() if value and name not in known and value != NEUTRAL.get(name)
-    )
+    others = {name: value for name, value in settings.items() if value and name not in known}
+    ignored = sorted(name for name, value in others.items() if value != NEUTRAL.get(name))
     notes = [f"{where}: not applied: {', '.join(ignored)}"] if ignored else []
     if settings.get("do_sample") is False and settings.get("temperature") is None:
-        notes.append(
-            f"{where}: do_sample false is not applied: a request without temperature is sampled at 1 (0 is greedy)"
-        )
+        text = "do_sample false is not applied: a request without temperature is sampled at 1 (0 is greedy)"
+        notes.append(f"{where}: {text}")
     return tuple(notes)

@@ -38,9 +38,8 @@ def _spec(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor]) ->
     assert family.gguf is not None
     shapes = {name: tuple(reversed(tensor.shape)) for name, tensor in tensors.items()}
     try:
-        factors = [
-            _rope_factors(path, tensors, f"rope_{name}.weight") for name in ("freqs", "factors_short", "factors_long")
-        ]
+        names = ("freqs", "factors_short", "factors_long")
+        factors = [_rope_factors(path, tensors, f"rope_{name}.weight") for name in names]
         metadata = GGUFMetadata(kind, fields, shapes, factors[0], (factors[1], factors[2]))
         return family.gguf.spec(metadata, family.architecture)
     except MetadataError as error:
@@ -66,9 +65,8 @@ def _notes(path: Path, fields: dict[str, Any], tensors: dict[str, GGUFTensor], s
         del same["rope.dimension_count"]  # nothing is turned
     for key, wanted in same.items():
         if fields.get(f"{kind}.{key}", wanted) != wanted:
-            raise GGUFError(
-                f"{path}: metadata {kind}.{key} is {fields[f'{kind}.{key}']}; only {wanted} is supported here"
-            )
+            given = fields[f"{kind}.{key}"]
+            raise GGUFError(f"{path}: metadata {kind}.{key} is {given}; only {wanted} is supported here")
     bad = [(name, tensor.ggml_type) for name, tensor in tensors.items() if tensor.ggml_type not in READABLE_TYPES]
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""

@@ -94,14 +94,12 @@ def _sentencepiece(vocabulary: Vocabulary) -> Tokenizer:
     unknown = vocabulary.tokens[vocabulary.ids["unk"]]
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
-    strip: list[Any] = []
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.flag("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
-        strip = [decoders.Strip(" ", 1, 0)]
+        decoding.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 
@@ -149,9 +147,8 @@ def _add_bos_and_eos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     for name, wanted in (("bos", begins), ("eos", ends)):
         index = vocabulary.ids.get(name)
         if wanted and index is None and f"tokenizer.ggml.add_{name}_token" in vocabulary.fields:
-            raise GGUFError(
-                f"{vocabulary.path}: tokenizer.ggml.add_{name}_token is true, and {name}_token_id is missing"
-            )
+            where = f"{vocabulary.path}: tokenizer.ggml"
+            raise GGUFError(f"{where}.add_{name}_token is true, and {name}_token_id is missing")
         if wanted and index is not None:
             pieces.insert(0 if name == "bos" else len(pieces), vocabulary.tokens[index])
             found.append((vocabulary.tokens[index], index))
@@ -173,9 +170,8 @@ def _wordpiece(vocabulary: Vocabulary) -> tuple[Tokenizer, dict[str, str]]:
     ids = {piece: index for index, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.WordPiece(vocab=ids, unk_token=special["unk_token"], max_input_chars_per_word=100))
     lowercase = vocabulary.flag("normalizer.lowercase", True)
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        lowercase=lowercase, strip_accents=vocabulary.flag("normalizer.strip_accents", lowercase)
-    )
+    strips = vocabulary.flag("normalizer.strip_accents", lowercase)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     control = [piece for piece, kind in zip(pieces, vocabulary.types) if kind == CONTROL]

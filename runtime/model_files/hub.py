@@ -4,6 +4,7 @@ A name with a colon, owner/name:Q4_K_M, is the .gguf file of that quantisation, 
 """
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,11 +26,8 @@ _WEIGHTS = {
 """What --load-format reads: the files of the first pattern that the repository has."""
 _LEXICAL = ("sparse_linear.pt", "colbert_linear.pt")  # BGE-M3's
 _TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "additional_chat_templates/*",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*"),
 )
 _QUANT = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -47,25 +45,15 @@ class HubName(NamedTuple):
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+        where, asked = f"{self.flag} {self.name}", partial(snapshot_download, self.name, ignore_patterns=_NOT_ALL)
+        folder, revision = self.download_dir or None, self.revision or None
         try:
-            return Path(
-                snapshot_download(
-                    self.name,
-                    revision=self.revision or None,
-                    cache_dir=self.download_dir or None,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=_NOT_ALL,
-                )
-            )
+            return Path(asked(revision=revision, cache_dir=folder, allow_patterns=list(patterns)))
         except HFValidationError:
-            raise ModelFilesError(
-                f"{self.flag} {self.name}: neither a file or folder nor a hub name (owner/name)"
-            ) from None
+            raise ModelFilesError(f"{where}: neither a file or folder nor a hub name (owner/name)") from None
         except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelFilesError(
-                f"{self.flag} {self.name}: not a folder, and the hub did not give it ({why})"
-            ) from None
+            raise ModelFilesError(f"{where}: not a folder, and the hub did not give it ({why})") from None
 
 
 def model(source: HubName, *, code: bool, load_format: str = "auto") -> Path:

@@ -37,9 +37,8 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
     check(spec, path)
     notes = [f"{where}: unknown keys are ignored: {', '.join(sorted(unknown))}"] if unknown else []
     if config.get("auto_map"):
-        notes.append(
-            f"{where}: auto_map names code that comes with the model; it is not run, {architecture} is served by our own"
-        )
+        text = f"it is not run, {architecture} is served by our own"
+        notes.append(f"{where}: auto_map names code that comes with the model; {text}")
     if spec.num_nextn_predict_layers:
         notes.append(
             f"{where}: num_nextn_predict_layers {spec.num_nextn_predict_layers}: the layers that draft further tokens are not loaded"
@@ -87,9 +86,8 @@ def _family(config: dict[str, Any], path: Path) -> Family:
         raise ModelFilesError(f"{path}: architecture {names[0] if names else 'none'} is not supported{near(names[:1])}")
     kind = config.get("model_type")
     if kind is not None and kind not in (family.model_type, *family.other_model_types):
-        raise ModelFilesError(
-            f"{path}: config.json has model_type {shown(kind)} beside architecture {names[0]}; that is not supported"
-        )
+        both = f"model_type {shown(kind)} beside architecture {names[0]}"
+        raise ModelFilesError(f"{path}: config.json has {both}; that is not supported")
     return family
 
 
@@ -134,9 +132,8 @@ def check(spec: ModelSpec, path: Path) -> None:
         _check_heads(spec, path, (one.num_key_value_heads, one.head_dim), rotary)
     for factors in (spec.rope.short_factor, spec.rope.long_factor):
         if len(factors) not in (0, spec.rotary_dim // 2):
-            raise ModelFilesError(
-                f"{path}: {len(factors)} factors of rotation; there are {spec.rotary_dim // 2} frequencies"
-            )
+            num = spec.rotary_dim // 2
+            raise ModelFilesError(f"{path}: {len(factors)} factors of rotation; there are {num} frequencies")
 
 
 def _check_heads(spec: ModelSpec, path: Path, keys: tuple[int, int], rotary: int) -> None:

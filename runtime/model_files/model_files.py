@@ -108,9 +108,8 @@ def _without_effect(asked: ModelConfig, *, spec: ModelSpec) -> list[str]:
     if asked.tokenizer_revision and Path(named).expanduser().exists():
         notes.append(f"--tokenizer-revision has no effect: {named} is a path, not a name on the hub")
     if asked.trust_remote_code and spec.transformers is None:
-        notes.append(
-            "--trust-remote-code has no effect: our own code computes this model, and no code that comes with it runs"
-        )
+        text = "our own code computes this model, and no code that comes with it runs"
+        notes.append(f"--trust-remote-code has no effect: {text}")
     return notes
 
 
@@ -234,9 +233,7 @@ def _from_folder(
         spec = msgspec.structs.replace(spec, quantization=quantised.while_loading(of_text_part=spec.text_part))
         notes = (*notes, f"{quantised.said}; dummy weights are too")
     if url and found == "pt":
-        raise ModelFilesError(
-            f"{url}: safetensors are what is streamed, there are none; download it, and serve the folder"
-        )
+        raise ModelFilesError(f"{url}: safetensors are streamed, and there are none; download it, and serve the folder")
     honoured = speech_files.KEYS if spec.audio_encoder is not None else frozenset[str]()
     generation, speech = of_model(path, config, honoured), None
     if spec.audio_encoder is not None:
@@ -289,9 +286,8 @@ def _description(
     """The config.json of the text model, its shape, and notes for the user. ModelFilesError."""
     if asked.model_impl == "transformers" or (asked.model_impl == "auto" and transformers_models.falls_back(config)):
         of_hub = asked.code_revision and not Path(asked.model).expanduser().exists()
-        code = transformers_models.RemoteCode(
-            asked.trust_remote_code, asked.model if of_hub else "", asked.code_revision if of_hub else ""
-        )
+        elsewhere = (asked.model, asked.code_revision) if of_hub else ("", "")
+        code = transformers_models.RemoteCode(asked.trust_remote_code, *elsewhere)
         return config, *transformers_models.parse_config(config, path, code, chosen=asked.model_impl != "auto")
     try:
         text = text_part.text_config(config)

@@ -131,9 +131,7 @@ def of_gguf(path: Path, fields: Mapping[str, Any]) -> SentenceTransformer | None
     key = f"{fields['general.architecture']}.pooling_type"
     kind = fields.get(key, 0)
     if type(kind) is not int or kind not in range(4):
-        raise ModelFilesError(
-            f"{path}: {key} {shown(kind)} is not supported; supported: 0 to 3 (none, mean, cls, last)"
-        )
+        raise ModelFilesError(f"{path}: {key} {shown(kind)} is not supported; 0 to 3 are (none, mean, cls, last)")
     kinds = {1: PoolKind.MEAN, 2: PoolKind.CLS, 3: PoolKind.LAST}
     return SentenceTransformer(kind=kinds[kind], normalize=True) if kind else None
 
@@ -161,20 +159,17 @@ def _kind(file: Path) -> PoolKind:
     modes = [mode] if isinstance(mode, str) else modes  # newer files name it
     kinds = {**_MODES, "cls": PoolKind.CLS, "mean": PoolKind.MEAN}
     if len(modes) != 1 or modes[0] not in kinds:
-        raise ModelFilesError(
-            f"{file}: pooling by {', '.join(modes) or 'nothing'} is not supported; one of {', '.join(_MODES)} is"
-        )
+        said = ", ".join(modes) or "nothing"
+        raise ModelFilesError(f"{file}: pooling by {said} is not supported; one of {', '.join(_MODES)} is")
     return kinds[modes[0]]
 
 
 def _check_splade(file: Path) -> None:
     """ModelFilesError for a form of SPLADE that is not computed."""
     config = read_json(file)
-    asked = (config.get("pooling_strategy", "max"), config.get("activation_function", "relu"))
-    if asked != ("max", "relu"):
-        raise ModelFilesError(
-            f"{file}: pooling_strategy {shown(asked[0])} of {shown(asked[1])} is not supported; max of relu is"
-        )
+    of, act = config.get("pooling_strategy", "max"), config.get("activation_function", "relu")
+    if (of, act) != ("max", "relu"):
+        raise ModelFilesError(f"{file}: pooling_strategy {shown(of)} of {shown(act)} is not supported; max of relu is")
 
 
 def _dense(path: Path, folder: str) -> DenseSpec:
@@ -182,9 +177,8 @@ def _dense(path: Path, folder: str) -> DenseSpec:
     config = read_json(file)
     act = str(config.get("activation_function", "torch.nn.modules.linear.Identity")).rpartition(".")[2]
     if act not in ACTIVATIONS:
-        raise ModelFilesError(
-            f"{file}: activation_function {shown(act)} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
+        known = ", ".join(ACTIVATIONS)
+        raise ModelFilesError(f"{file}: activation_function {shown(act)} is not supported; supported: {known}")
     inputs, outputs = config.get("in_features"), config.get("out_features")
     if type(inputs) is not int or type(outputs) is not int or min(inputs, outputs) < 1:
         raise ModelFilesError(f"{file}: in_features and out_features must be positive integers")
@@ -204,24 +198,17 @@ def pooling_spec(
     asked = pooler.seq_pooling_type or pooler.pooling_type
     if asked not in (None, "ALL", "STEP"):
         kind = PoolKind(str(asked).lower())
-    every = bool({"ALL", "STEP"} & {pooler.pooling_type, pooler.tok_pooling_type}) or str(pooler.task).startswith(
-        "token"
-    )
+    every = bool({"ALL", "STEP"} & {pooler.pooling_type, pooler.tok_pooling_type})
+    every = every or str(pooler.task).startswith("token")
     every = every or (what is Serves.REWARDS and asked is None and pooler.task is None)
     if convert != "classify" and (pooler.logit_mean is not None or pooler.logit_sigma is not None):
-        raise ModelFilesError(
-            "--pooler-config: logit_mean and logit_sigma are of a classifier's logits; the model embeds"
-        )
+        raise ModelFilesError("--pooler-config: logit_mean and logit_sigma are of a classifier; the model embeds")
     if modules is not None and modules.kind is PoolKind.SPLADE and spec.lexical != "splade":
-        name = '{"architectures": ["BertSpladeSparseEmbeddingModel"]}'
-        raise ModelFilesError(
-            f"modules.json: SpladePooling needs --hf-overrides '{name}'; {spec.architecture} has none"
-        )
+        flag = """--hf-overrides '{"architectures": ["BertSpladeSparseEmbeddingModel"]}'"""
+        raise ModelFilesError(f"modules.json: SpladePooling needs {flag}; {spec.architecture} has none")
     if spec.lexical == "splade":
         if asked is not None or every or pooler.dimensions is not None or (modules is not None and modules.dense):
-            raise ModelFilesError(
-                "--pooler-config: SPLADE gives one weight for each token of the vocabulary, and nothing else"
-            )
+            raise ModelFilesError("--pooler-config: SPLADE gives one weight for each token, and nothing else")
         kind = PoolKind.SPLADE
     unpooled = (modules is not None and modules.kind is None) or spec.projection > 0
     dense = modules.dense if modules is not None and convert == "embed" else ()
@@ -236,9 +223,8 @@ def pooling_spec(
         sizes = [spec.projection or spec.hidden_size, *(one.outputs for one in dense)]
         for one, before in zip(dense, sizes, strict=False):
             if one.inputs != before:
-                raise ModelFilesError(
-                    f"{one.folder}/config.json: in_features is {one.inputs}, and {before} numbers come in"
-                )
+                file = f"{one.folder}/config.json"
+                raise ModelFilesError(f"{file}: in_features is {one.inputs}, and {before} numbers come in")
         size = sizes[-1]
         if spec.lexical == "splade":
             tasks, size = ("embed",), spec.vocab_size
@@ -246,9 +232,7 @@ def pooling_spec(
             tasks = (*tasks, "token_classify")
     tasks = tuple(sorted(tasks, key=lambda task: not task.startswith("token"))) if every else tasks
     if pooler.task is not None and pooler.task not in tasks:
-        raise ModelFilesError(
-            f"--pooler-config: task {pooler.task} is not there for this model; it has {', '.join(tasks)}"
-        )
+        raise ModelFilesError(f"--pooler-config: the model has no task {pooler.task}; it has {', '.join(tasks)}")
     own = modules is not None and convert == "embed" and modules.kind is not None
     activation = modules.normalize if own and modules is not None else True
     if spec.lexical == "splade":

@@ -34,9 +34,8 @@ def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tupl
     settings = {**config, **(read_json(where) if where.is_file() else {})}
     languages, tasks = _ids(settings, "lang_to_id", where), _ids(settings, "task_to_id", where)
     if settings.get("is_multilingual") is not False and not (languages and tasks):
-        raise ModelFilesError(
-            f"{where}: lang_to_id and task_to_id are missing; where is_multilingual is false they may be"
-        )
+        text = "lang_to_id and task_to_id are missing; where is_multilingual is false they may be"
+        raise ModelFilesError(f"{where}: {text}")
     if settings.get("is_multilingual") is False:
         languages, tasks = {}, {}
     start, without = (_id(settings, name, where) for name in ("decoder_start_token_id", "no_timestamps_token_id"))

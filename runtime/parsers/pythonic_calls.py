@@ -160,9 +160,8 @@ def _value(node: ast.expr) -> object:
             return dict(zip(names, map(_value, values), strict=True))
         case _:
             found = ast.literal_eval(node)
-            if not isinstance(found, str | int | float | None) or (
-                isinstance(found, float) and not math.isfinite(found)
-            ):
+            is_finite = not isinstance(found, float) or math.isfinite(found)
+            if not isinstance(found, str | int | float | None) or not is_finite:
                 raise ValueError("no value that JSON has")
             return found
 
