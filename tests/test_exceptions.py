@@ -19,13 +19,12 @@ RAISED_ATTRIBUTES = {
     "detokenizer/core.py": {"event.error"},  # an event is handled once
     "frontend/requests/beams.py": {
         "errors.exceptions[0]",
-        "step.error",
+        "self.error",
     },  # of the group that was caught; of one step of one request
     "frontend/requests/generation.py": {"answer.error"},  # of one request
     "frontend/grpc/servicer.py": {"answer.error"},
     "frontend/rendering/routes.py": {"answer.error"},
     "frontend/responses_api/background.py": {"running.error"},
-    "frontend/speech/routes.py": {"step.error"},
     "supervisor/api/async_llm.py": {"self.dead_error"},  # a property, which makes one
     "supervisor/api/background.py": {"errors[0]"},  # caught in the same call
     "supervisor/api/outputs.py": {"self._error"},  # of one request

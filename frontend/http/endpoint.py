@@ -107,11 +107,16 @@ class RootPath:
 
 
 class Gate:
-    """ASGI middleware that asks `check` of each request: what gets an HttpError is answered with it, and goes no further. `refused`
-    hears of that where the mesh would have computed."""
+    """ASGI middleware that asks `check` of each request, whose body is not read yet: what gets an HttpError is answered with it, and
+    goes no further. `refused` hears of that where the mesh would have computed; of a 503 also how long it took, in seconds since the
+    request's head began to come; 0: nobody knows."""
 
     def __init__(
-        self, app: ASGIApp, check: Callable[[Scope], None], refused: Refused, submits: Collection[str]
+        self,
+        app: ASGIApp,
+        check: Callable[[Scope], None],
+        refused: Callable[[HttpError, float], None],
+        submits: Collection[str],
     ) -> None:
         self._app, self._check, self._refused, self._submits = app, check, refused, submits
 
@@ -120,9 +125,12 @@ class Gate:
             try:
                 self._check(scope)
             except HttpError as error:
+                # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
+                close = {"Connection": "close"} if b"expect" in dict(scope["headers"]) else {}
+                await _refusal(error, scope["path"], {**error.headers(), **close})(scope, receive, send)
                 if scope["path"] in self._submits:
-                    self._refused(error)
-                await _refusal(error, scope["path"])(scope, receive, send)
+                    begun = scope.get("extensions", {}).get(EXTENSION, {}).get("begun")
+                    self._refused(error, time.monotonic() - begun if begun and error.status == 503 else 0.0)
                 return
         await self._app(scope, receive, send)
 
@@ -156,33 +164,17 @@ class KeyCheck:
         scope["meshlm.key"] = found.key.decode()
 
 
-class LoadShedder:
-    """503 from the head of a request, while its body is not read: an overloaded server spends its time on what it refuses. `refusal`
-    says why a request cannot be taken now, "" when it can; with an Idempotency-Key (`attaches`) it may attach to one that runs.
-    `refused` hears how long each refusal took, in seconds since its head began to come; 0: nobody knows."""
+def load_shedder(refusal: Callable[..., str], submits: Collection[str]) -> Callable[[Scope], None]:
+    """The check of a Gate that answers 503 from the head of a request: an overloaded server spends its time on what it refuses.
+    `refusal` says why a request cannot be taken now, "" when it can; with an Idempotency-Key (`attaches`) it may attach to one that
+    runs."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        refusal: Callable[..., str],
-        refused: Callable[[HttpError, float], None],
-        submits: Collection[str],
-    ) -> None:
-        self._app, self._refusal, self._refused, self._submits = app, refusal, refused, submits
+    def check(scope: Scope) -> None:
+        is_asked = scope["path"] in submits and scope["method"] == "POST"
+        if is_asked and (reason := refusal(attaches=_IDEMPOTENCY_KEY in dict(scope["headers"]))):
+            raise HttpError(503, reason)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in self._submits and scope["method"] == "POST":
-            names = [name for name, _ in scope["headers"]]
-            if reason := self._refusal(attaches=_IDEMPOTENCY_KEY in names):
-                error = HttpError(503, reason)
-                # A client that asks before it sends its body may leave it out now, and nobody knows where the next request begins.
-                close = {"Connection": "close"} if b"expect" in names else {}
-                response = _refusal(error, scope["path"], {**error.headers(), **close})
-                await response(scope, receive, send)
-                begun = scope.get("extensions", {}).get(EXTENSION, {}).get("begun")
-                self._refused(error, time.monotonic() - begun if begun else 0.0)
-                return
-        await self._app(scope, receive, send)
+    return check
 
 
 class AnswerHeaders:

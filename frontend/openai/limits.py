@@ -5,7 +5,8 @@ What is copied for each of its sequences (prompts x n) is counted that often, so
 Pure; called by parse.py and routes.py. HttpError names the field and its limit.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Mapping, Sized
+from typing import TYPE_CHECKING
 
 from msgspec import Raw
 
@@ -17,14 +18,11 @@ from meshlm.protocol.edges.text import (
     MediaPrompt,
     PairPrompt,
     Prompt,
-    TextParams,
     TextPrompt,
     TokenPrompt,
     num_bytes_of,
 )
-from meshlm.protocol.extras import Extras
 from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
-from meshlm.protocol.sampling import SamplingParams
 
 MAX_LISTED_IDS = (
     1 << 18
@@ -38,6 +36,9 @@ MAX_DETOKENIZE_IDS = 1 << 18  # or as many as the context holds, where that is m
 # Log-probabilities: of all prompts of a request (of one prompt: detokenizer/admission.py); of a prompt that is echoed in one chunk of a
 # stream, which its loop writes; of the output tokens of an answer that is kept here until its end.
 MAX_PROMPT_LOGPROBS, MAX_STREAMED_ECHO, MAX_KEPT_LOGPROBS = 1 << 20, 1 << 14, 1 << 22
+
+if TYPE_CHECKING:  # it has a choice of tools, whose reader imports this module
+    from meshlm.frontend.openai.parsed_request import MeshRequest
 
 LISTS = ("logit_bias", "allowed_token_ids", "stop_token_ids", "logprob_token_ids")
 
@@ -84,30 +85,21 @@ def check_lists(lists: Mapping[str, Sized], num_sequences: int) -> None:
             _refuse(name, f"{len(ids)} token ids", MAX_LISTED_IDS)
 
 
-def check(
-    prompts: Iterable[Prompt],
-    sampling: SamplingParams,
-    extras: Extras,
-    text: TextParams,
-    cache_salt: str,
-    num_sequences: int,
-    truncates: bool,
-    resolved: Resolved,
-) -> None:
+def check(mesh: "MeshRequest", truncates: bool, resolved: Resolved) -> None:
     """Checks what a generation request asks for in all."""
-    num_ids = 0
+    num_ids, num_sequences = 0, len(mesh.prompts) * mesh.num_choices
     for name in LISTS:
-        num_ids += len(getattr(sampling, name))
+        num_ids += len(getattr(mesh.sampling, name))
         if num_ids * num_sequences > MAX_LISTED_IDS:
             _refuse(name, f"{num_ids} token ids for each of {num_sequences} sequences", MAX_LISTED_IDS)
     num_bytes = 0
-    texts = {"stop": text.stop, "bad_words": text.bad_words, "cache_salt": (cache_salt,)}
+    texts = {"stop": mesh.text.stop, "bad_words": mesh.text.bad_words, "cache_salt": (mesh.cache_salt,)}
     copied = {name: sum(len(text.encode()) for text in listed) for name, listed in texts.items()}
-    for name, size in {**copied, **{extra.constraint.split(".")[0]: extra.num_bytes for extra in extras}}.items():
+    for name, size in {**copied, **{extra.constraint.split(".")[0]: extra.num_bytes for extra in mesh.extras}}.items():
         num_bytes += size
         if num_bytes * num_sequences > MAX_COPIED_BYTES:
             _refuse(name, f"{num_bytes} bytes for each of {num_sequences} sequences", MAX_COPIED_BYTES)
-    for prompt in prompts:
+    for prompt in mesh.prompts:
         check_prompt(prompt, truncates, resolved)
 
 

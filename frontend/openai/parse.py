@@ -108,14 +108,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
         server.reasoning_parser, template_kwargs, request.continue_final_message
     )
     most = _at_most(resolved.max_output_tokens, asked or (int(default) if default else None))
-    tags = (
-        *(reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()),
-        *registry.tags_of_calls(parser),
-    )
-    prompt, text = (
-        _conversation(request, choice, template_kwargs, resolved, server),
-        TextParams(keep_special_tokens=tags),
-    )
+    tags = reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()
+    text = TextParams(keep_special_tokens=(*tags, *registry.tags_of_calls(parser)))
+    prompt = _conversation(request, choice, template_kwargs, resolved, server)
     mesh = MeshRequest([prompt], text=text, max_tokens=most, cap_max_tokens=asked is None, num_choices=num_choices)
     answer = AnswerOptions(
         num_returned=num_choices,
@@ -209,14 +204,13 @@ def _parsed(
 ) -> ParsedRequest:
     """The request with the fields that both endpoints share."""
     _check_common(request, len(mesh.prompts), mesh.num_choices)
-    num_sequences, salt = len(mesh.prompts) * mesh.num_choices, request.cache_salt or ""
     lists = {
         "logit_bias": request.logit_bias or {},
         "allowed_token_ids": request.allowed_token_ids or (),
         "stop_token_ids": request.stop_token_ids or (),
         "logprob_token_ids": request.logprob_token_ids or (),
     }
-    limits.check_lists(lists, num_sequences)
+    limits.check_lists(lists, len(mesh.prompts) * mesh.num_choices)
     # The best of several are chosen by their logprobs.
     chosen_by = max(answer.logprobs, 0) if mesh.num_choices > answer.num_returned else answer.logprobs
     sampling = sampling_params.from_request(request, resolved, chosen_by, answer.prompt_logprobs)
@@ -229,19 +223,19 @@ def _parsed(
         sampling_params.check_beams(request, resolved, text)
     drafting = sampling_params.drafting(request, resolved)
     extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling), *drafting)
-    limits.check(prompts, sampling, extras, text, salt, num_sequences, bool(truncation), resolved)
     mesh = mesh._replace(
         prompts=prompts,
         sampling=sampling,
         text=text,
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         priority=request.priority,
-        cache_salt=salt,
+        cache_salt=request.cache_salt or "",
         timeout_s=request.timeout or 0.0,
         extras=extras,
         beams=request.use_beam_search,
         length_penalty=1.0 if request.length_penalty is None else request.length_penalty,
     )
+    limits.check(mesh, bool(truncation), resolved)
     options, force_usage = request.stream_options or StreamOptions(), server.enable_force_include_usage
     as_ids = request.return_tokens_as_token_ids
     answer = answer._replace(

@@ -5,7 +5,7 @@ A field that may be left out has UNSET for its default; one that is always null 
 
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 from meshlm.runtime.client.draft_metrics import SpecDecodeMetrics
 
@@ -159,10 +159,6 @@ class TokenizeResponse(Struct):
     token_strs: list[str] | None
 
 
-class DetokenizeResponse(Struct):
-    prompt: str
-
-
 class ModelPermission(Struct):
     id: str
     object: Literal["model_permission"]
@@ -200,10 +196,6 @@ class ServerLoad(Struct):
     server_load: int
 
 
-class Version(Struct):
-    version: str
-
-
 class Reset(Struct):
     """Whether the prefix cache is empty now."""
 
@@ -227,36 +219,19 @@ class ServerInfo(Struct):
     system_env: dict[str, str | int | None]
 
 
-class Paused(Struct):
-    status: Literal["paused", "resumed"]
-
-
-class WorldSize(Struct):
-    world_size: int
-
-
-class IsPaused(Struct):
-    is_paused: bool
-
-
 class RpcResults(Struct):
     """What the method gave in each worker: null, objects and lists as they are, all else as text."""
 
     results: list[Any]
 
 
-class IsSleeping(Struct):
-    is_sleeping: bool
-
-
-class Aborted(Struct):
-    status: Literal["aborted"]
-    aborted: int
-
-
-class Scaled(Struct):
-    message: str
-
-
-class IsScaling(Struct):
-    is_scaling_elastic_ep: bool
+# Answers of a field or two.
+DetokenizeResponse = defstruct("DetokenizeResponse", [("prompt", str)])
+Version = defstruct("Version", [("version", str)])
+Paused = defstruct("Paused", [("status", Literal["paused", "resumed"])])
+WorldSize = defstruct("WorldSize", [("world_size", int)])
+IsPaused = defstruct("IsPaused", [("is_paused", bool)])
+IsSleeping = defstruct("IsSleeping", [("is_sleeping", bool)])
+Aborted = defstruct("Aborted", [("status", Literal["aborted"]), ("aborted", int)])
+Scaled = defstruct("Scaled", [("message", str)])
+IsScaling = defstruct("IsScaling", [("is_scaling_elastic_ep", bool)])

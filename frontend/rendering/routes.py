@@ -203,14 +203,5 @@ class Rendering:
         if any(other.with_mesh(prompts=[]) != first.with_mesh(prompts=[]) for other in parsed_requests):
             raise field_error("continue_final_message", "the conversations' last messages are not the same")
         parsed_request = first.with_mesh(prompts=[parsed_request.mesh.prompts[0] for parsed_request in parsed_requests])
-        limits.check(
-            parsed_request.mesh.prompts,
-            parsed_request.mesh.sampling,
-            parsed_request.mesh.extras,
-            parsed_request.mesh.text,
-            parsed_request.mesh.cache_salt,
-            len(parsed_requests),
-            False,
-            resolved,
-        )
+        limits.check(parsed_request.mesh, False, resolved)
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))

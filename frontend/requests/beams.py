@@ -68,6 +68,22 @@ class Step:
         self.error = self.error or HttpError.of_kind(kind, message, param)
         self.end.set()
 
+    async def take(self, backend: Any, parsed_request: ParsedRequest, rank: int) -> None:
+        """Submits the request, without its texts that end an answer, and waits for the token of each choice. HttpError."""
+        asked = list(submits.build_each(self, parsed_request, backend.requests.new_handle, rank))
+        opened: list[Choice] = []
+        try:
+            for number, (choices, submit) in enumerate(asked, 1):
+                opened += choices
+                backend.requests.open(choices, replace(submit, text=replace(submit.text, stop=())))
+                if number % SENDS_A_TURN == 0:
+                    await asyncio.sleep(0)  # others' tokens have their turn
+            await self.end.wait()
+        finally:
+            backend.requests.close(opened)
+        if self.error is not None:
+            raise self.error
+
 
 class Search:
     """All prompts of one request. `backend` is generation.py's, `answer` gets the rows at the end."""
@@ -148,11 +164,7 @@ class Search:
     async def _step(self, prompts: Sequence[Prompt], *, is_first: bool = False) -> Step:
         """The likeliest tokens behind each of these prompts."""
         self._num_steps += 1
-        step, backend, parsed_request = (
-            Step(f"{self._request_id}-beam{self._num_steps}"),
-            self._backend,
-            self._parsed_request,
-        )
+        step, parsed_request = Step(f"{self._request_id}-beam{self._num_steps}"), self._parsed_request
         wanted = num_candidates(parsed_request.mesh.num_choices, self._vocab_size)
         one = parsed_request.with_mesh(
             prompts=list(prompts),
@@ -167,19 +179,7 @@ class Search:
             echo=is_first and parsed_request.answer.echo,
             return_prompt_text=is_first and parsed_request.answer.return_prompt_text,
         )
-        asked = list(submits.build_each(step, one, backend.requests.new_handle, self._rank))
-        opened: list[Choice] = []
-        try:
-            for number, (choices, submit) in enumerate(asked, 1):
-                opened += choices
-                backend.requests.open(choices, replace(submit, text=replace(submit.text, stop=())))
-                if number % SENDS_A_TURN == 0:
-                    await asyncio.sleep(0)  # others' tokens have their turn
-            await step.end.wait()
-        finally:
-            backend.requests.close(opened)
-        if step.error is not None:
-            raise step.error
+        await step.take(self._backend, one, self._rank)
         return step
 
     def _candidates(self, found: PositionLogprobs) -> list[Candidate[Detail]]:

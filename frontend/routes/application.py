@@ -101,6 +101,7 @@ class Application:
         """The ASGI application: answers' headers, a proxy's path, what web pages may, CORS, keys, the load, then the routes."""
         backend, server = self._backend, self._backend.config.server
         refused = backend.observer.refused
+        shed = endpoint.load_shedder(backend.readiness.refusal, PATHS.submits)
         keys = endpoint.KeyCheck(self.keys, backend.observer.rates, PATHS)
         by_path: dict[str, dict[str, endpoint.Endpoint]] = {}
         for operation, handler in self._handlers:
@@ -124,7 +125,7 @@ class Application:
                 Middleware(endpoint.Gate, WebPages(server, PATHS).check, refused, PATHS.submits),
                 cors,
                 Middleware(endpoint.Gate, keys.check, refused, PATHS.submits),
-                Middleware(endpoint.LoadShedder, backend.readiness.refusal, refused, PATHS.submits),
+                Middleware(endpoint.Gate, shed, refused, PATHS.submits),
             ],
             exception_handlers={HTTPException: endpoint.plain_error},
         )

@@ -16,7 +16,7 @@ from meshlm.frontend.speech import schema
 from meshlm.frontend.speech.audio_decoder import not_installed
 from meshlm.protocol.audio import SAMPLE_RATE, WHISPER_TIMESTAMPS, Audio, SpeechTokens
 from meshlm.protocol.config import Resolved, ServerConfig
-from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextParams, TextPrompt, TokenPrompt
+from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 
@@ -266,19 +266,18 @@ def asked(
     server: ServerConfig,
 ) -> ParsedRequest:
     """What the mesh is asked, a prompt for each chunk of `transcription`."""
-    prompts, sampling, text = transcription.prompts(), _sampling(body, transcription, resolved), TextParams()
-    limits.check(prompts, sampling, (), text, "", len(prompts), False, resolved)
+    sampling = _sampling(body, transcription, resolved)
     lengths = (resolved.max_output_tokens, body.max_completion_tokens, resolved.generation_defaults.get("max_tokens"))
     mesh = MeshRequest(
-        prompts,
+        transcription.prompts(),
         sampling,
-        text,
         seed=None if body.seed is None else body.seed & 0x7FFF_FFFF_FFFF_FFFF,
         max_tokens=min((int(one) for one in lengths if one is not None), default=None),
         cap_max_tokens=True,
         priority=body.priority,
         timeout_s=body.timeout or 0.0,
     )
+    limits.check(mesh, False, resolved)
     force_usage = server.enable_force_include_usage
     answer = AnswerOptions(
         stream=body.stream,

@@ -16,7 +16,6 @@ from meshlm.frontend.http import retry
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.operation import NAMED, SRT, TEXT, VTT, Group, OfClass, route
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.admission import name_of
 from meshlm.frontend.requests.beams import Step
 from meshlm.frontend.requests.generation import Backend, Form, Generation, ReadRequest
@@ -30,7 +29,6 @@ from meshlm.protocol.audio import Audio, SpeechTokens
 from meshlm.protocol.edges.text import MediaPrompt, TextParams, TokenPrompt
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
-from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.process import in_hand
 
 DECODED_AT_ONCE = 2  # audio; each may take --max-audio-seconds of samples
@@ -116,14 +114,5 @@ async def find_language(
         text=TextParams(),
         max_tokens=1,
     )
-    opened: list[Choice] = []
-    try:
-        for choices, submit in list(submits.build_each(step, one, backend.requests.new_handle, rank)):
-            opened += choices
-            backend.requests.open(choices, submit)
-        await step.end.wait()
-    finally:
-        backend.requests.close(opened)
-    if step.error is not None:
-        raise step.error
+    await step.take(backend, one, rank)
     return codes[step.found[0].token.token_id]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from meshlm.frontend.http.endpoint import LoadShedder
+from meshlm.frontend.http.endpoint import Gate, load_shedder
 from meshlm.frontend.routes.application import PATHS
 
 FULL = "4 requests are waiting already (--max-waiting)"
@@ -19,7 +19,8 @@ class Door:
         self.reason = reason
         self.asked: list[bool] = []
         self.times: list[float] = []
-        self.gate = LoadShedder(self._app, self._refusal, lambda _, seconds: self.times.append(seconds), PATHS.submits)
+        check = load_shedder(self._refusal, PATHS.submits)
+        self.gate = Gate(self._app, check, lambda _, seconds: self.times.append(seconds), PATHS.submits)
 
     def _refusal(self, *, attaches: bool) -> str:
         self.asked.append(attaches)
