@@ -51,6 +51,23 @@ class Finder(Protocol):
         ...
 
 
+class Changed:
+    """Another finder, of whose parts `change` makes others."""
+
+    def __init__(self, finder: Any, change: Callable[[Iterable[Any]], list[Part]]) -> None:
+        self._finder, self._change = finder, change
+
+    @property
+    def in_call(self) -> bool:
+        return bool(self._finder.in_call)
+
+    def push(self, piece: str) -> list[Part]:
+        return self._change(self._finder.push(piece))
+
+    def finish(self) -> list[Part]:
+        return self._change(self._finder.finish())
+
+
 class Structure(Struct, frozen=True):
     """How a call whose arguments are held to their schema is written: `trigger` begins `begin`, in which NAME is the tool's."""
 

@@ -1,34 +1,21 @@
 """Answers that are calls because the request forces them: a grammar holds them to JSON, whatever the model's own format is. Pure."""
 
+from collections.abc import Iterable
+
 from meshlm.runtime.parsers import json_calls
-from meshlm.runtime.parsers.calls import Call, Part, ToolParser, Tools
+from meshlm.runtime.parsers.calls import Call, Changed, Part, ToolParser
 from meshlm.runtime.parsers.json_calls import Keys
 from meshlm.runtime.parsers.streamed_calls import Form, parser
 
 _LISTED = parser(Form(json_calls.calls(Keys(arguments=("parameters",))), starts=("[",)))
 
 
-class RequiredCalls:
-    """An answer that is a list of calls; see Finder. What is no call, such as the beginning of one that max_tokens cut, is nobody's
-    text: a client would show it."""
-
-    __slots__ = ("_finder",)
-
-    def __init__(self, tools: Tools) -> None:
-        self._finder = _LISTED.finder(tools)
-
-    @property
-    def in_call(self) -> bool:
-        return self._finder.in_call
-
-    def push(self, piece: str) -> list[Part]:
-        return [part for part in self._finder.push(piece) if isinstance(part, Call)]
-
-    def finish(self) -> list[Part]:
-        return [part for part in self._finder.finish() if isinstance(part, Call)]
+def _calls_alone(parts: Iterable[Part]) -> list[Part]:
+    """What is no call, such as the beginning of one that max_tokens cut, is nobody's text: a client would show it."""
+    return [part for part in parts if isinstance(part, Call)]
 
 
-REQUIRED = ToolParser(RequiredCalls)  # tool_choice "required"
+REQUIRED = ToolParser(lambda tools: Changed(_LISTED.finder(tools), _calls_alone))  # tool_choice "required"
 
 
 class NamedCall:

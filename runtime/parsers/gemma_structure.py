@@ -17,7 +17,7 @@ from meshlm.runtime.parsers.structures import PythonStructure, Tools
 from meshlm.runtime.schema_reader import SAYS_NOTHING, SchemaReader
 
 MAX_DEPTH = 8  # of objects and lists in the model's own form; deeper ones are JSON
-_NAME, _KEY = re.compile(r"[\w.-]+"), re.compile(r"[\w.-]+")
+_NAME = re.compile(r"[\w.-]+")
 _OF_OBJECT = SAYS_NOTHING | {"type", "properties", "required", "additionalProperties"}
 _COMMA: Json = nodes.regex(r"\s{0,2},\s{0,2}")
 
@@ -42,8 +42,7 @@ class GemmaStructure(Struct, frozen=True):
     def _call(self, name: str, given: Mapping[str, Any] | None) -> Json:
         if not _NAME.fullmatch(name):
             raise ValueError(f"the name of the tool {name!r}")
-        head = nodes.regex(rf"\s{{0,2}}call:{re.escape(name)}")
-        blanks = nodes.regex(r"\s{0,2}")
+        head, blanks = nodes.regex(rf"\s{{0,2}}call:{re.escape(name)}"), nodes.regex(r"\s{0,2}")
         if given is None:
             return nodes.sequence(head, nodes.any_of([self._any_object(), nodes.arguments(None)]), blanks)
         try:
@@ -57,10 +56,7 @@ class GemmaStructure(Struct, frozen=True):
     def _any_object(self) -> Json:
         """An object of texts and of what JSON writes, as tools that are not strict may have it."""
         value = nodes.any_of([self._text(), nodes.json_schema({})])
-        pair = nodes.sequence(nodes.regex(r"[\w.-]+\s?:\s?"), value)
-        several = nodes.several(pair, _COMMA)
-        braces = [nodes.const(brace) for brace in "{}"]
-        return nodes.sequence(braces[0], nodes.optional(several), braces[1])
+        return _between("{}", nodes.sequence(nodes.regex(r"[\w.-]+\s?:\s?"), value))
 
     def _text(self) -> Json:
         return nodes.tag(self.escape, nodes.ANY_TEXT, self.escape)
@@ -97,27 +93,25 @@ class GemmaStructure(Struct, frozen=True):
             raise ValueError(f"required names {unknown[0]!r}, which is no property")
         elements = []
         for key, value in properties.items():
-            if not _KEY.fullmatch(key):
+            if not _NAME.fullmatch(key):
                 raise ValueError(f"the parameter name {key!r}")
-            head = nodes.regex(rf"{re.escape(key)}\s?:\s?")
-            elements.append(
-                {"content": nodes.sequence(head, self._value(value, reader, depth + 1)), "required": key in required}
-            )
+            content = nodes.sequence(nodes.regex(rf"{re.escape(key)}\s?:\s?"), self._value(value, reader, depth + 1))
+            elements.append({"content": content, "required": key in required})
         opens, closes = (nodes.regex(pattern) for pattern in (r"\{\s{0,2}", r"\s{0,2}\}"))
         return nodes.sequence(opens, {"type": "joined", "separator": _COMMA, "elements": elements}, closes)
 
     def _list(self, items: Any, reader: SchemaReader, depth: int) -> Json:
-        one = self._value(items, reader, depth + 1)
-        several = nodes.several(one, _COMMA)
-        opens, closes = (nodes.const(bracket) for bracket in "[]")
-        return nodes.sequence(opens, nodes.optional(several), closes)
+        return _between("[]", self._value(items, reader, depth + 1))
 
     def _spellings(self, value: Any) -> list[str]:
         """How a value of an enum may be written."""
         if isinstance(value, str) and self.escape in value:
             raise ValueError(f"the value {value!r}")
-        return (
-            [f"{self.escape}{value}{self.escape}"]
-            if isinstance(value, str)
-            else [json.dumps(value, ensure_ascii=False)]
-        )
+        mark = self.escape
+        return [f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+
+
+def _between(brackets: str, one: Json) -> Json:
+    """Any number of these between an opening and a closing bracket."""
+    opens, closes = map(nodes.const, brackets)
+    return nodes.sequence(opens, nodes.optional(nodes.several(one, _COMMA)), closes)

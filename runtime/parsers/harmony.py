@@ -5,13 +5,13 @@
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
-from meshlm.runtime.parsers.calls import Call, Part, Tools
+from meshlm.runtime.parsers.calls import Call, Changed, Part, Tools
 from meshlm.runtime.parsers.scan import Scan, Sink, Steps, Tags
 from meshlm.runtime.parsers.structures import CHANNEL, CONSTRAIN, FUNCTIONS, MESSAGE, START
 
@@ -136,18 +136,10 @@ class Channels:
         self._parts.append(Call("", text))
 
 
-class ChannelCalls:
+def channel_calls(tools: Tools) -> Changed:
     """The calls of an answer whose reasoning is content; see Finder."""
 
-    def __init__(self, tools: Tools) -> None:
-        self._channels = Channels(tools)
+    def as_content(parts: Iterable[Part | Reasoned]) -> list[Part]:
+        return [part.text if isinstance(part, Reasoned) else part for part in parts]
 
-    @property
-    def in_call(self) -> bool:
-        return self._channels.in_call
-
-    def push(self, piece: str) -> list[Part]:
-        return [part.text if isinstance(part, Reasoned) else part for part in self._channels.push(piece)]
-
-    def finish(self) -> list[Part]:
-        return [part.text if isinstance(part, Reasoned) else part for part in self._channels.finish()]
+    return Changed(Channels(tools), as_content)

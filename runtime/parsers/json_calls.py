@@ -41,18 +41,9 @@ def calls(keys: Keys = DEFAULT, *, before: str = "", in_list: bool = False) -> B
             answer.drop()
             found, lists = True, lists or "[" in between
         if found and lists:
-            yield from _close_list(answer)
+            yield from answer.take_behind_blanks("]")
 
     return body
-
-
-def _close_list(answer: Answer) -> Steps[None]:
-    answer.hold()
-    yield from answer.blanks()
-    if (yield from answer.take("]")):
-        answer.drop()
-    else:
-        answer.back()
 
 
 def _call(answer: Answer, keys: Keys) -> Steps[bool]:

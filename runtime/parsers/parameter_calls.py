@@ -6,11 +6,11 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from meshlm.runtime.parsers import typed_values
-from meshlm.runtime.parsers.scan import Steps, Tags
+from meshlm.runtime.parsers.scan import Steps, Tags, nothing
 from meshlm.runtime.parsers.streamed_calls import Answer
 from meshlm.runtime.schema_reader import SchemaReader
 
-_NAME = re.compile(r"[^<>{}\s\"']+")
+_NAME, _NAME_RUN = (re.compile(rf"[^<>{{}}\s\"']{several}") for several in "+*")
 
 
 class Parameter(Struct, frozen=True):
@@ -42,9 +42,8 @@ class ParameterForm(Struct, frozen=True):
     value_open: str = ""
     trims: bool = True  # a line break at either end of a value is not part of it
     key: Callable[[str], Parameter | None] = plain_key
-    after: str = (
-        ""  # stands behind calls; a value ends before the end of the call and it, though its closing tag is missing
-    )
+    # Stands behind calls; a value ends before the end of the call and it, though its closing tag is missing.
+    after: str = ""
     cdata: bool = False  # a value may stand in `<![CDATA[` and `]]>`
     known_if_empty: bool = False  # without parameters it is a call only of a tool that the request names
 
@@ -56,7 +55,7 @@ class ParameterForm(Struct, frozen=True):
             return
         if follows == self.close and self.known_if_empty and name not in answer.tools:
             return
-        first = yield from self._parameter(answer) if follows == self.parameter else _none()
+        first = yield from self._parameter(answer) if follows == self.parameter else nothing()
         if follows == self.parameter and first is None:
             return
         answer.begin(name)
@@ -89,19 +88,15 @@ class ParameterForm(Struct, frozen=True):
         return found
 
     def _parameters(self, answer: Answer, name: str, parameter: Parameter) -> Steps[None]:
-        tool, now, comma = SchemaReader(answer.tools.get(name)), parameter, ""
-        while True:
-            kinds = now.kinds
-            if kinds is None:
-                kinds = frozenset(tool.kinds_of(now.name))
+        tool, comma = SchemaReader(answer.tools.get(name)), ""
+        now: Parameter | None = parameter
+        while now is not None:
+            kinds = frozenset(tool.kinds_of(now.name)) if now.kinds is None else now.kinds
             answer.add(f"{comma}{typed_values.quoted(now.name)}:")
             comma = ","
             yield from self._value(answer, kinds, tool)
             yield from answer.blanks()
-            follows = yield from self._parameter(answer)
-            if follows is None:
-                return
-            now = follows
+            now = yield from self._parameter(answer)
 
     def _value(self, answer: Answer, kinds: frozenset[str], tool: SchemaReader) -> Steps[None]:
         """A value and its closing tag. A string is given out as it comes, any other value when it is complete."""
@@ -148,13 +143,6 @@ class ParameterForm(Struct, frozen=True):
         ends = bool((yield from answer.ahead(self.parameter, self.close))) or not (yield from answer.next())
         answer.back()
         return ends
-
-
-_NAME_RUN = re.compile(r"[^<>{}\s\"']*")
-
-
-def _none() -> Steps[None]:
-    yield from ()
 
 
 class _Value:

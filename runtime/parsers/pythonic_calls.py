@@ -7,7 +7,7 @@ import warnings
 
 import msgspec
 
-from meshlm.runtime.parsers.scan import Steps
+from meshlm.runtime.parsers.scan import Steps, nothing
 from meshlm.runtime.parsers.streamed_calls import Answer
 from meshlm.runtime.parsers.typed_values import escaped, quoted
 
@@ -42,18 +42,7 @@ def calls(answer: Answer) -> Steps[None]:
         answer.drop()
         found = True
     if found:
-        yield from _take_or_stay(answer, "]")
-
-
-def _take_or_stay(answer: Answer, sign: str) -> Steps[bool]:
-    """Takes a sign that blanks may stand before."""
-    answer.hold()
-    yield from answer.blanks()
-    if (yield from answer.take(sign)):
-        answer.drop()
-        return True
-    answer.back()
-    return False
+        yield from answer.take_behind_blanks("]")
 
 
 def _call(answer: Answer) -> Steps[bool]:
@@ -72,7 +61,7 @@ def _call(answer: Answer) -> Steps[bool]:
         yield from answer.blanks()
         equals = bool(key) and bool((yield from answer.take("=")))
         yield from answer.blanks()
-        value = yield from _literal(answer) if equals else _nothing()
+        value = yield from _literal(answer) if equals else nothing()
         if value is None:
             answer.back()
             return begun
@@ -94,11 +83,6 @@ def _call(answer: Answer) -> Steps[bool]:
     answer.add("}" if begun else "{}")
     answer.end()
     return True
-
-
-def _nothing() -> Steps[str | None]:
-    yield from ()
-    return None
 
 
 def _literal(answer: Answer) -> Steps[str | None]:

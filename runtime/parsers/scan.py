@@ -69,6 +69,13 @@ class Lexer:
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
+
+
+def nothing() -> Steps[None]:
+    """Steps that read nothing."""
+    yield from ()
+
+
 Sink = Callable[[str], None]  # takes text in order; the cuts between its pieces mean nothing
 
 MAX_NAME = 512  # characters of a name, a key or what else stands before the arguments begin
@@ -135,6 +142,16 @@ class Scan:
         found = yield from self.ahead(*literals)
         self.at += len(found)
         return found
+
+    def take_behind_blanks(self, literal: str) -> Steps[bool]:
+        """Goes behind this literal, which blanks may stand before; where it does not follow, nothing is taken."""
+        self.hold()
+        yield from self.blanks()
+        if (yield from self.take(literal)):
+            self.drop()
+            return True
+        self.back()
+        return False
 
     def next(self) -> Steps[str]:
         """The next character; "" at the end."""

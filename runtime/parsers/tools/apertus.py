@@ -19,10 +19,7 @@ def body(answer: Answer) -> Steps[None]:
             answer.back()
             break
         answer.drop()
-    answer.hold()
-    yield from answer.blanks()
-    if not (yield from answer.take("]")):
-        answer.back()
+    yield from answer.take_behind_blanks("]")
 
 
 def call(answer: Answer) -> Steps[bool]:
