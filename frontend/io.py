@@ -20,20 +20,7 @@ from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.budget import Budget
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.edges.control import (
-    AskRequests,
-    ChangeSettings,
-    Died,
-    FrontendRequests,
-    MeshProcesses,
-    MeshStats,
-    OpenRequests,
-    QueueFull,
-    RanksScaled,
-    Refuse,
-    SetRanks,
-    Shutdown,
-)
+from meshlm.protocol.edges import control
 from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.operations import OperationDone
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
@@ -131,7 +118,7 @@ class FrontendApp:
 
     def _tell_open(self) -> None:
         if self.readiness.is_refusing and self.client.mesh is not None:
-            self.client.mesh.tell_supervisor(OpenRequests(self.num_open))
+            self.client.mesh.tell_supervisor(control.OpenRequests(self.num_open))
 
     # --- App ---
 
@@ -145,24 +132,26 @@ class FrontendApp:
                 self.observer.written(message, begin_ns)
             case OperationDone():
                 self.operations.asked.answered(message)
-            case RanksScaled():
+            case control.RanksScaled():
                 self.operations.ranks.answered(message)
-            case Refuse():
+            case control.Refuse():
                 self.readiness.is_refusing = message.on
                 self.readiness.changed()
                 self._tell_open()
-            case ChangeSettings() | SetRanks() if self.client.mesh is not None:
+            case control.ChangeSettings() | control.SetRanks() if self.client.mesh is not None:
                 self.config = self.readiness.config = self.client.mesh.config
                 self.requests.budget.max_bytes = self.config.server.max_concurrent_bytes
-            case QueueFull():
+            case control.QueueFull():
                 self.readiness.queue_full = message.on
-            case MeshProcesses() | AskRequests() | FrontendRequests() if self.client.mesh is not None:
+            case control.MeshProcesses() | control.AskRequests() | control.FrontendRequests() if (
+                self.client.mesh is not None
+            ):
                 self.observer.feed.told(message)
-            case Shutdown(handover=True):
+            case control.Shutdown(handover=True):
                 self._handing_over = True
-            case Died():
+            case control.Died():
                 self.poison.learn(message)
-            case MeshStats():
+            case control.MeshStats():
                 self.observer.mesh_stats(message)
                 self.figures.take(message)
                 self.readiness.changed()

@@ -9,14 +9,6 @@ import msgspec
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds, limits, reading, reasoning, response_fields
 from meshlm.frontend.openai.parsed_request import ParsedRequest
-from meshlm.frontend.openai.response_fields import (
-    by_id,
-    chat_logprobs,
-    completion_logprobs,
-    echoed_logprobs,
-    prompt_logprobs_json,
-    timing,
-)
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
@@ -144,7 +136,7 @@ class Response:
         """The times of an answer with one choice, and its drafts; where neither is told, nothing."""
         if not self.tells_times and self.drafts_told is None:
             return {}
-        found: Json | None = timing(self.choices)
+        found: Json | None = response_fields.timing(self.choices)
         if found is not None and not self.tells_times:
             found = dict.fromkeys(found)
         if found is not None and self.drafts_told is not None:
@@ -155,7 +147,7 @@ class Response:
 
     def shown(self, positions: Sequence[PositionLogprobs]) -> Sequence[PositionLogprobs]:
         """Logprobs with the names that the client wants for tokens."""
-        return by_id(positions) if self.options.tokens_as_ids else positions
+        return response_fields.by_id(positions) if self.options.tokens_as_ids else positions
 
     def prompt_ids(self, choice: Choice) -> Json:
         if embeds.vectors_of(choice.submit.prompt):
@@ -174,7 +166,9 @@ class Response:
             return None
         accepted = self.prompt[choice.prompt_index]
         positions = list(positions_of(found)) if found is not None else []
-        return echoed_logprobs(self.shown(positions), accepted, self.options.logprobs, self.options.tokens_as_ids)
+        return response_fields.echoed_logprobs(
+            self.shown(positions), accepted, self.options.logprobs, self.options.tokens_as_ids
+        )
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         """See ResponseSink."""
@@ -270,7 +264,9 @@ class WholeResponse(Response):
             positions = self._logprobs.get(choice.index)
             wanted = self.options.logprobs >= 0 and positions is not None and not self.options.hides_tokens
             certain = bool(self.parsed_request.mesh.sampling.logprob_token_ids)
-            entry["logprobs"] = chat_logprobs(self.shown(positions or []), has_sampled=certain) if wanted else None
+            entry["logprobs"] = (
+                response_fields.chat_logprobs(self.shown(positions or []), has_sampled=certain) if wanted else None
+            )
         else:
             entry["text"] = self.prompt[choice.prompt_index].prompt_text + text if self.options.echo else text
             entry["logprobs"] = self._completion_logprobs(choice)
@@ -299,16 +295,20 @@ class WholeResponse(Response):
         """The fields about the prompt that were asked for: beside a chat's choices, in each choice of a completion."""
         found = self.prompt_ids(choice)
         if self.options.prompt_logprobs >= 0:  # a prompt of one token has none
-            found["prompt_logprobs"] = prompt_logprobs_json(self._prompt_logprobs.get(choice.index))
+            found["prompt_logprobs"] = response_fields.prompt_logprobs_json(self._prompt_logprobs.get(choice.index))
         return found
 
     def _completion_logprobs(self, choice: Choice) -> Json | None:
         positions = [] if self.options.prompt_only else self.shown(self._logprobs.get(choice.index, []))
         if not self.options.echo:
-            return completion_logprobs(positions, 0, self.options.logprobs) if self.options.logprobs >= 0 else None
+            return (
+                response_fields.completion_logprobs(positions, 0, self.options.logprobs)
+                if self.options.logprobs >= 0
+                else None
+            )
         of_prompt = self.echoed(choice, self._prompt_logprobs.get(choice.index))
         if of_prompt is None:
             return None
         offset = len(self.prompt[choice.prompt_index].prompt_text)
-        of_output = completion_logprobs(positions, offset, self.options.logprobs)
+        of_output = response_fields.completion_logprobs(positions, offset, self.options.logprobs)
         return {key: of_prompt[key] + of_output[key] for key in of_prompt}

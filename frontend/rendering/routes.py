@@ -21,16 +21,7 @@ from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
 from meshlm.frontend.openai.stream_response import StreamResponse
-from meshlm.frontend.rendering import derender, tokens
-from meshlm.frontend.rendering.schema import (
-    BatchChatRequest,
-    DerenderChatRequest,
-    DerenderCompletionRequest,
-    Generated,
-    GenerateRequest,
-    GenerateResponse,
-    RenderedRequest,
-)
+from meshlm.frontend.rendering import derender, schema, tokens
 from meshlm.frontend.requests.generation import Backend, Form, Generation, ReadRequest
 from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.protocol.edges.text import Detokenize, Prompt, TextPrompt, Tokenize, TokenPrompt
@@ -57,13 +48,13 @@ class Rendering:
 
     # --- render ---
 
-    @route("/v1/chat/completions/render", answers=RenderedRequest, body=ChatRequest)
+    @route("/v1/chat/completions/render", answers=schema.RenderedRequest, body=ChatRequest)
     async def chat(self, request: Request) -> HttpResponse:
         """What a conversation asks of POST /inference/v1/generate."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.chat)
         return json_response((await self._rendered(request, parsed_request, model, "chatcmpl-"))[0])
 
-    @route("/v1/completions/render", answers=GenericAlias(list, (RenderedRequest,)), body=CompletionRequest)
+    @route("/v1/completions/render", answers=GenericAlias(list, (schema.RenderedRequest,)), body=CompletionRequest)
     async def completion(self, request: Request) -> HttpResponse:
         """What each prompt asks of POST /inference/v1/generate."""
         parsed_request, model, _ = await self._reader.read(request, self._reader.completion)
@@ -100,7 +91,7 @@ class Rendering:
 
     # --- derender ---
 
-    @route("/v1/chat/completions/derender", "", responses.ChatCompletionResponse, DerenderChatRequest)
+    @route("/v1/chat/completions/derender", "", responses.ChatCompletionResponse, schema.DerenderChatRequest)
     async def derender_chat(self, request: Request) -> HttpResponse:
         """A conversation's answer, of its token ids."""
         body, parsed_request = await self._reader.read(request, self._derender_chat)
@@ -108,23 +99,25 @@ class Rendering:
             request, parsed_request, [body.generate_response], [body.prompt_tokens or 0], body.model
         )
 
-    def _derender_chat(self, request: Request, raw: bytes) -> tuple[DerenderChatRequest, ParsedRequest]:
-        body, unknown = bodies.decode(raw, DerenderChatRequest)
+    def _derender_chat(self, request: Request, raw: bytes) -> tuple[schema.DerenderChatRequest, ParsedRequest]:
+        body, unknown = bodies.decode(raw, schema.DerenderChatRequest)
         self._reader.check_model(body.model)
         asked = body.chat_request or ChatRequest(messages=[{"role": "user", "content": ""}])
         parsed_request = parse.chat(asked, unknown, self._backend.resolved, self._backend.config.server)
         parsed_request = derender.plain(parsed_request) if body.chat_request is None else parsed_request
         return body, derender.checked(parsed_request, [body.generate_response], self._backend.resolved.max_model_len)
 
-    @route("/v1/completions/derender", answers=responses.CompletionResponse, body=DerenderCompletionRequest)
+    @route("/v1/completions/derender", answers=responses.CompletionResponse, body=schema.DerenderCompletionRequest)
     async def derender_completion(self, request: Request) -> HttpResponse:
         """A completion's answer, of its token ids."""
         body, parsed_request = await self._reader.read(request, self._derender_completion)
         counts = body.prompt_tokens or [0] * len(body.generate_responses)
         return await self._derendered(request, parsed_request, body.generate_responses, counts, body.model)
 
-    def _derender_completion(self, request: Request, raw: bytes) -> tuple[DerenderCompletionRequest, ParsedRequest]:
-        body, unknown = bodies.decode(raw, DerenderCompletionRequest)
+    def _derender_completion(
+        self, request: Request, raw: bytes
+    ) -> tuple[schema.DerenderCompletionRequest, ParsedRequest]:
+        body, unknown = bodies.decode(raw, schema.DerenderCompletionRequest)
         self._reader.check_model(body.model)
         if body.prompt_tokens is not None and len(body.prompt_tokens) != len(body.generate_responses):
             raise field_error("prompt_tokens", "give one number for each of generate_responses")
@@ -136,7 +129,7 @@ class Rendering:
         self,
         request: Request,
         parsed_request: ParsedRequest,
-        found: list[Generated],
+        found: list[schema.Generated],
         counts: list[int],
         model: str | None,
     ) -> HttpResponse:
@@ -162,14 +155,21 @@ class Rendering:
 
     # --- generation ---
 
-    @route("/inference/v1/generate", "", GenerateResponse, GenerateRequest, parameters=GENERATES, streams=True)
+    @route(
+        "/inference/v1/generate",
+        "",
+        schema.GenerateResponse,
+        schema.GenerateRequest,
+        parameters=GENERATES,
+        streams=True,
+    )
     async def generate(self, request: Request) -> HttpResponse:
         """Token ids in, token ids out."""
         read = await self._reader.read(request, self._generate)
         return await self._generation.answer(request, read, "", tokens.TOKENS)
 
     def _generate(self, request: Request, raw: bytes) -> ReadRequest:
-        body, unknown = bodies.decode(raw, GenerateRequest, longest=self._reader.longest)
+        body, unknown = bodies.decode(raw, schema.GenerateRequest, longest=self._reader.longest)
         model = self._reader.check_model(body.model)
         asked, more = bodies.converted(tokens.completion_of(body), CompletionRequest)
         server, resolved = self._backend.config.server, self._backend.resolved
@@ -180,7 +180,13 @@ class Rendering:
             parsed_request = parsed_request.with_mesh(max_tokens=None)
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))
 
-    @route("/v1/chat/completions/batch", "", responses.ChatCompletionResponse, BatchChatRequest, parameters=GENERATES)
+    @route(
+        "/v1/chat/completions/batch",
+        "",
+        responses.ChatCompletionResponse,
+        schema.BatchChatRequest,
+        parameters=GENERATES,
+    )
     async def batch(self, request: Request) -> HttpResponse:
         """Answer several conversations; a choice is one's answer."""
         read = await self._reader.read(request, self._batch)
@@ -188,7 +194,7 @@ class Rendering:
 
     def _batch(self, request: Request, raw: bytes) -> ReadRequest:
         resolved = self._backend.resolved
-        body, unknown = bodies.decode(raw, BatchChatRequest, partial(limits.check_raw, resolved=resolved))
+        body, unknown = bodies.decode(raw, schema.BatchChatRequest, partial(limits.check_raw, resolved=resolved))
         model = self._reader.check_model(body.model)
         fields = msgspec.structs.asdict(body)
         parsed_requests = []

@@ -5,22 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
-from meshlm.frontend.openai.response_schema import (
-    ChatCompletionLogProbs,
-    ChatCompletionResponse,
-    FinishReason,
-    PromptLogprobs,
-    UsageInfo,
-)
-from meshlm.frontend.openai.schema import (
-    ChatRequest,
-    CompletionRequest,
-    Priority,
-    RequestName,
-    Salt,
-    StreamOptions,
-    TokenId,
-)
+from meshlm.frontend.openai import response_schema as responses
+from meshlm.frontend.openai import schema as openai
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):
@@ -29,14 +15,14 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     changes: ClassVar[tuple[str, ...]] = (PROMPT, ANSWER)
 
-    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    token_ids: Annotated[list[openai.TokenId], Meta(min_length=1)]
     sampling_params: dict[str, Any]
-    request_id: RequestName | None = None
+    request_id: openai.RequestName | None = None
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    cache_salt: Salt | None = None
-    priority: Priority = 0
+    stream_options: openai.StreamOptions | None = None
+    cache_salt: openai.Salt | None = None
+    priority: openai.Priority = 0
     assistant_tokens_mask: list[int] | None = None
     token_offsets: list[list[int]] | None = None
     features: None = None
@@ -54,7 +40,7 @@ class RenderedRequest(Struct, frozen=True, kw_only=True):
     sampling_params: dict[str, Any]
     model: str | None
     stream: bool
-    stream_options: StreamOptions | None
+    stream_options: openai.StreamOptions | None
     cache_salt: str | None
     priority: int
     kv_transfer_params: None
@@ -63,9 +49,9 @@ class RenderedRequest(Struct, frozen=True, kw_only=True):
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
     index: int
-    logprobs: ChatCompletionLogProbs | None = None
-    finish_reason: FinishReason | None = "stop"
-    token_ids: list[TokenId] | None = None
+    logprobs: responses.ChatCompletionLogProbs | None = None
+    finish_reason: responses.FinishReason | None = "stop"
+    token_ids: list[openai.TokenId] | None = None
     routed_experts: None = None
 
 
@@ -76,8 +62,8 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
     choices: list[GenerateChoice]
     model: str | None = None
     created: int | None = None
-    usage: UsageInfo | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    usage: responses.UsageInfo | None = None
+    prompt_logprobs: responses.PromptLogprobs | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
 
@@ -99,7 +85,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     model: str | None = None
     created: int | None = None
     usage: PlainUsage | None = None
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: responses.PromptLogprobs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
 
@@ -112,7 +98,7 @@ class DerenderChatRequest(Struct, frozen=True, kw_only=True):
     generate_response: Generated
     model: str | None = None
     prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
-    chat_request: ChatRequest | None = None
+    chat_request: openai.ChatRequest | None = None
 
 
 class DerenderCompletionRequest(Struct, frozen=True, kw_only=True):
@@ -123,10 +109,10 @@ class DerenderCompletionRequest(Struct, frozen=True, kw_only=True):
     generate_responses: Annotated[list[Generated], Meta(min_length=1)]
     model: str | None = None
     prompt_tokens: list[Annotated[int, Meta(ge=0)]] | None = None
-    completion_request: CompletionRequest | None = None
+    completion_request: openai.CompletionRequest | None = None
 
 
-class BatchChatRequest(ChatRequest, frozen=True, kw_only=True):
+class BatchChatRequest(openai.ChatRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions/batch: several conversations, and what holds for each of them. The choices are theirs, in order."""
 
     messages: Annotated[list[list[dict[str, Any]]], Meta(min_length=1, max_length=2048)]  # type: ignore[assignment]
@@ -143,6 +129,3 @@ class TokenizerInfo(Struct):
 
     tokenizer_class: str
     chat_template: str | UnsetType = UNSET
-
-
-__all__ = ["ChatCompletionResponse", "RenderedRequest"]

@@ -14,16 +14,8 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges import control
+from meshlm.protocol.wire import frames
 from meshlm.protocol.wire.channels import MAX_MESSAGE_BYTES, WhenFull
-from meshlm.protocol.wire.frames import (
-    FRAME_PREFIX_BYTES,
-    HEADER_BYTES,
-    FrameError,
-    Kind,
-    sender_of,
-    unpack,
-    unpack_numbers,
-)
 from meshlm.protocol.wire.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
 from meshlm.protocol.wire.session import (
     BAD_BODY,
@@ -194,29 +186,29 @@ class Mesh:
     # --- frames ---
 
     def _on_frame(self, frame: bytes) -> None:
-        link = self._by_frame_prefix.get(frame_prefix := frame[:FRAME_PREFIX_BYTES])
-        if link is None or link.session.frame_prefix != frame_prefix or len(frame) < HEADER_BYTES:
+        link = self._by_frame_prefix.get(frame_prefix := frame[: frames.FRAME_PREFIX_BYTES])
+        if link is None or link.session.frame_prefix != frame_prefix or len(frame) < frames.HEADER_BYTES:
             self._on_any_frame(frame)
             return
         assert self._loop is not None
         session = link.session
-        is_next = session.is_next(self._loop.time(), *unpack_numbers(frame, FRAME_PREFIX_BYTES))
+        is_next = session.is_next(self._loop.time(), *frames.unpack_numbers(frame, frames.FRAME_PREFIX_BYTES))
         if session.wire:
             link.outbox.flush(session.wire)
         if is_next:
-            self._deliver(session.peer, link, memoryview(frame)[HEADER_BYTES:])
+            self._deliver(session.peer, link, memoryview(frame)[frames.HEADER_BYTES :])
 
     def _on_any_frame(self, frame: bytes) -> None:
         try:
-            header, body = unpack(frame)
+            header, body = frames.unpack(frame)
             if header.receiver != self.identity:
-                raise FrameError(f"for {header.receiver}")
+                raise frames.FrameError(f"for {header.receiver}")
             link = self._peers.get(header.sender)
             if link is None:
-                if header.kind is not Kind.HELLO:
-                    raise FrameError(f"from {header.sender}, which never said hello")
+                if header.kind is not frames.Kind.HELLO:
+                    raise frames.FrameError(f"from {header.sender}, which never said hello")
                 link = self._let_in(header.sender, self._links.address_of(header.sender))
-        except FrameError as error:
+        except frames.FrameError as error:
             self._limited.warning("frame dropped", reason=str(error), size=len(frame))
             return
         assert self._loop is not None
@@ -231,13 +223,13 @@ class Mesh:
     def _on_remote_frame(self, frame: bytes) -> None:
         """A frame of another node. Only a hello can be a stranger's, and nobody there can be of this node."""
         assert self._remote is not None
-        session = self._remote.sessions.get(sender_of(frame))
+        session = self._remote.sessions.get(frames.sender_of(frame))
         if session is not None:
             session.heard()
         else:
             try:
                 self._let_in(*self._links.stranger(frame))
-            except FrameError as error:
+            except frames.FrameError as error:
                 self._limited.warning("frame dropped", reason=str(error), size=len(frame), remote=True)
                 return
         self._on_frame(frame)

@@ -11,14 +11,8 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from meshlm.runtime.parsers import grammar_nodes as nodes
+from meshlm.runtime.parsers import structures
 from meshlm.runtime.parsers.gemma_structure import GemmaStructure
-from meshlm.runtime.parsers.structures import (
-    ChannelStructure,
-    FencedStructure,
-    ListStructure,
-    ParameterStructure,
-    PythonStructure,
-)
 
 Tools = Mapping[str, Mapping[str, Any]]  # of each tool that the request names: the JSON schema of its parameters
 
@@ -85,8 +79,8 @@ class Structure(Struct, frozen=True):
         return nodes.sequence(*head, arguments)
 
 
-Listed = ListStructure | FencedStructure | PythonStructure | GemmaStructure
-CallStructure = Structure | ParameterStructure | Listed | ChannelStructure
+Listed = structures.ListStructure | structures.FencedStructure | structures.PythonStructure | GemmaStructure
+CallStructure = Structure | structures.ParameterStructure | Listed | structures.ChannelStructure
 
 
 class ToolParser(Struct, frozen=True):
