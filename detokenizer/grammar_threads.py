@@ -22,6 +22,7 @@ from meshlm.runtime.sandbox.sandbox import Busy, Lanes, NoChild, Sandbox, Sandbo
 LIMITS = Limits(cpu_s=2.0, memory_bytes=512 * MIB, stack_bytes=4 * MIB, niceness=5)
 BUSY = "too many grammars wait to be compiled; try again"
 MAX_WAITING = 1024  # grammars; new ones get 503 beyond
+Done = Callable[[Grammar | RequestError], None]
 
 
 class GrammarChild(Struct, frozen=True):
@@ -41,18 +42,14 @@ class GrammarSandbox:
     """`translate` for a model, in children of this process."""
 
     def __init__(self, resolved: Resolved, log_failure: Callable[[str], None]) -> None:
-        self._sandbox = Sandbox("meshlm.detokenizer.grammar_child", GrammarChild.argument(resolved), "grammars")
-        self._lanes = Lanes(self._sandbox, LIMITS)
+        self._sandbox = sandbox = Sandbox(
+            "meshlm.detokenizer.grammar_child", GrammarChild.argument(resolved), "grammars"
+        )
+        self._lanes = Lanes(sandbox, LIMITS)
         self._log_failure = log_failure
-
-    @property
-    def num_threads(self) -> int:
-        """That should call `translate`."""
-        return self._lanes.num_threads
-
-    def start(self) -> None:
-        """Load the vocabulary, in another process, before the first grammar comes."""
-        self._sandbox.start()
+        self.num_threads = self._lanes.num_threads  # that should call `translate`
+        self.start = sandbox.start  # loads the vocabulary, in another process, before the first grammar comes
+        self.close = sandbox.close
 
     def translate(self, grammar: Grammar) -> tuple[str, str]:
         try:
@@ -72,9 +69,6 @@ class GrammarSandbox:
             self._log_failure("the grammar library failed")
             raise Unknown(ErrorKind.INVALID, f"the grammar cannot be compiled: {failed}") from None
 
-    def close(self) -> None:
-        self._sandbox.close()
-
 
 class GrammarThreads:
     """The threads and their cache. `translate` may wait, in as many threads."""
@@ -89,9 +83,7 @@ class GrammarThreads:
         """The compiled grammar, if that takes no time. RequestError."""
         return self._cache.known(grammar)
 
-    def submit(
-        self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
-    ) -> None:
+    def submit(self, grammar: Grammar, is_wanted: Callable[[], bool], done: Done) -> None:
         """`done` gets the compiled grammar, or why there is none. is_wanted: somebody still waits for it."""
         with self._lock:
             is_full = self._num_waiting >= MAX_WAITING
@@ -101,9 +93,7 @@ class GrammarThreads:
         else:
             self._threads.submit(self._compile, grammar, is_wanted, done)
 
-    def _compile(
-        self, grammar: Grammar, is_wanted: Callable[[], bool], done: Callable[[Grammar | RequestError], None]
-    ) -> None:
+    def _compile(self, grammar: Grammar, is_wanted: Callable[[], bool], done: Done) -> None:
         try:
             found: Grammar | RequestError = self._cache.compile(grammar) if is_wanted() else nobody_waits()
         except RequestError as error:

@@ -20,7 +20,7 @@ from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.rundir import STATUS_SOCKET
 
-MAX_REQUEST_BYTES = 64 << 10
+MAX_REQUEST_BYTES, TIMEOUT_S = 64 << 10, 5.0
 ATTACH = "attach"
 """Asks for a place and the configuration; the connection stays open as long as the mesh and the asker live."""
 
@@ -152,38 +152,34 @@ class ControlServer:
         writer.close()
 
 
-def request(run_dir: Path, command: dict[str, object], timeout_s: float = 5.0) -> dict[str, object]:
+def request(run_dir: Path, command: dict[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, object]:
     """The answer of a mesh's supervisor to a command. StartError when it does not answer."""
     link, reply = _exchange(run_dir, command, timeout_s)
     link.close()
     return reply
 
 
-def attach(
-    run_dir: Path, role: Role, index: int | None, timeout_s: float = 5.0
-) -> tuple[socket.socket, Identity, MeshConfig]:
+def attach(run_dir: Path, role: Role, index: int | None) -> tuple[socket.socket, Identity, MeshConfig]:
     """A place for one more process, the configuration, and a connection that holds the place and ends when the mesh does."""
-    link, reply = _exchange(run_dir, {"command": ATTACH, "role": role.value, "index": index}, timeout_s)
+    link, reply = _exchange(run_dir, {"command": ATTACH, "role": role.value, "index": index}, TIMEOUT_S)
     link.settimeout(None)
     return link, Identity.parse(str(reply["place"])), msgspec.convert(reply["config"], MeshConfig)
 
 
 def _exchange(run_dir: Path, command: dict[str, object], timeout_s: float) -> tuple[socket.socket, dict[str, object]]:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        link.settimeout(timeout_s)
-        link.connect(str(run_dir / STATUS_SOCKET))
-        link.sendall(json.dumps(command).encode() + b"\n")
-        with link.makefile("rb") as replies:
-            reply = json.loads(replies.readline())
+    with contextlib.ExitStack() as on_error:
+        link = on_error.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        try:
+            link.settimeout(timeout_s)
+            link.connect(str(run_dir / STATUS_SOCKET))
+            link.sendall(json.dumps(command).encode() + b"\n")
+            with link.makefile("rb") as replies:
+                reply = json.loads(replies.readline())
+        except (OSError, ValueError) as error:
+            raise StartError(f"the mesh in {run_dir} does not answer: {error}") from None
         if not isinstance(reply, dict):
             raise StartError(f"the mesh in {run_dir} answers nonsense")
         if "error" in reply:
             raise StartError(str(reply["error"]))
-    except (OSError, ValueError) as error:
-        link.close()
-        raise StartError(f"the mesh in {run_dir} does not answer: {error}") from None
-    except StartError:
-        link.close()
-        raise
-    return link, reply
+        on_error.pop_all()
+        return link, reply

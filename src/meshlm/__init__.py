@@ -19,20 +19,26 @@ __all__ = [
     "StructuredOutputsParams",
     "__version__",
 ]
-_MODULES = {"AsyncEngineArgs": "arguments", "AsyncLLM": "async_llm", "EngineArgs": "arguments", "RequestOutputKind": "sampling"}
-_MODULES["PoolingParams"] = "vectors"
+_MODULES = {
+    "AsyncEngineArgs": "arguments",
+    "AsyncLLM": "async_llm",
+    "BeamSearchParams": "beams",
+    "EngineArgs": "arguments",
+    "LLM": "llm",
+    "PoolingParams": "vectors",
+}
 
 if TYPE_CHECKING:
     from meshlm.supervisor.api.async_llm import AsyncLLM
     from meshlm.supervisor.api.arguments import AsyncEngineArgs, EngineArgs
-    from meshlm.supervisor.api.llm import (
-        LLM,
-        BeamSearchParams,
+    from meshlm.supervisor.api.beams import BeamSearchParams
+    from meshlm.supervisor.api.llm import LLM
+    from meshlm.supervisor.api.sampling import (
         RepetitionDetectionParams,
+        RequestOutputKind,
         SamplingParams,
         StructuredOutputsParams,
     )
-    from meshlm.supervisor.api.sampling import RequestOutputKind
     from meshlm.supervisor.api.vectors import PoolingParams
 
 
@@ -41,5 +47,5 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(f"meshlm.supervisor.api.{_MODULES.get(name, 'llm')}"), name)
+        return getattr(import_module(f"meshlm.supervisor.api.{_MODULES.get(name, 'sampling')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -202,6 +202,3 @@ class AsyncLLM:
     def shutdown(self, timeout: float | None = None) -> None:
         """End all processes; what still runs ends with an error."""
         self._llm.shutdown()
-
-
-__all__ = ["AsyncLLM"]

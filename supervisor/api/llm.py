@@ -15,12 +15,12 @@ from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.wire.columns import ints
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
-from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, Model, find, sequence_of
+from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, Model, find, sequence_of
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, Prompts, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.operations import Operator
-from meshlm.supervisor.api.outputs import CompletionOutput, Logprob, RequestOutput
-from meshlm.supervisor.api.sampling import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from meshlm.supervisor.api.outputs import RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.api.submits import Params, Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import (
@@ -325,17 +325,3 @@ class LLM:
         """All prompts are made before any is sent, so what is wrong with one is raised here."""
         each, ranks = self._submits.checked(params, asked.num, priority, asked.keep)
         return self._enqueued.add(list(self._submits.of(asked.prompts, each, ranks)), each)
-
-
-__all__ = [
-    "LLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "Logprob",
-    "RepetitionDetectionParams",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-]

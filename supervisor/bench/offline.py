@@ -16,7 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from meshlm.supervisor.api.llm import LLM, RequestOutput, SamplingParams
+from meshlm.supervisor.api.llm import LLM
+from meshlm.supervisor.api.outputs import RequestOutput
+from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.bench import data, results, serve_flags
 from meshlm.supervisor.bench.data import Lengths, Sample, check_fits, random_ids
 from meshlm.supervisor.bench.results import percentiles

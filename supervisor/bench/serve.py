@@ -141,7 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     metadata = serve_flags.pairs("--metadata", arguments.metadata)
     headers = serve_flags.pairs("--header", arguments.header)
     server = _server(arguments)
-    model = arguments.model or _first_model(server, arguments)
+    first = argparse.Namespace(model_name=None)
+    model = arguments.model or model_of(server._replace(base=server.base + "/v1"), first)
     shown = arguments.served_model_name or model
     result = {**_settings(arguments, model), **metadata}
     file = _result_file(arguments, model, result["date"])
@@ -169,10 +170,6 @@ def _server(arguments: argparse.Namespace) -> Server:
         return Server.of(arguments.base_url, arguments.api_key)
     except ValueError:
         raise UsageError(f"--base-url {arguments.base_url}: must be http://HOST:PORT or https://HOST:PORT") from None
-
-
-def _first_model(server: Server, arguments: argparse.Namespace) -> str:
-    return model_of(server._replace(base=server.base + "/v1"), argparse.Namespace(model_name=None))
 
 
 def _tls(arguments: argparse.Namespace) -> ssl.SSLContext:

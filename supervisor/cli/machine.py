@@ -1,7 +1,6 @@
 """Commands that need no mesh: collect-env, keys and completion."""
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -11,6 +10,7 @@ import zmq
 
 from meshlm import __version__
 from meshlm.runtime import nvidia_smi
+from meshlm.supervisor.doctor.gpus import version_of
 from meshlm.supervisor.errors import StartError, UsageError
 
 PACKAGES = (
@@ -55,12 +55,7 @@ def facts() -> dict[str, str]:
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 1e9:.1f} GB",
         "gpu": _gpu(),
     }
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    return {**found, **{package: version_of(package) or "not installed" for package in PACKAGES}}
 
 
 def _cpu_name() -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings import vllm_env
 
 Json = dict[str, Any]
+Response = http.client.HTTPResponse
 API_KEYS = (*vllm_env.API_KEYS, "OPENAI_API_KEY")  # the first that is set
 
 
@@ -37,7 +39,7 @@ class Server(NamedTuple):
     @contextlib.contextmanager
     def exchange(
         self, method: str, path: str, body: bytes | None, timeout_s: float, headers: Mapping[str, str] | None = None
-    ) -> Iterator[http.client.HTTPResponse]:
+    ) -> Iterator[Response]:
         """The answer, whatever its status is. OSError and HTTPException when there is none."""
         kind = http.client.HTTPSConnection if self.is_tls else http.client.HTTPConnection
         connection = kind(self.host, self.port, timeout=timeout_s)
@@ -50,9 +52,7 @@ class Server(NamedTuple):
             connection.close()
 
     @contextlib.contextmanager
-    def request(
-        self, method: str, path: str, body: Json | None = None, timeout_s: float = 600
-    ) -> Iterator[http.client.HTTPResponse]:
+    def request(self, method: str, path: str, body: Json | None = None, timeout_s: float = 600) -> Iterator[Response]:
         """The answer, whose status is 200. StartError, for what goes wrong while it is read too."""
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -192,13 +192,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
     for text in prompts(arguments.quick):
         history.append({"role": "user", "content": text})
         body = {"model": model, "messages": history}
-        answer = show(server, "/chat/completions", body, arguments, _chat_text)
-        history.append({"role": "assistant", "content": answer})
+        show_delta = partial(show, text_of=lambda choice: (choice.get("delta") or {}).get("content"))
+        history.append({"role": "assistant", "content": show_delta(server, "/chat/completions", body, arguments)})
     return 0
-
-
-def _chat_text(choice: dict[str, Any]) -> object:
-    return (choice.get("delta") or {}).get("content")
 
 
 def run_complete(arguments: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ print(json.dumps({
 
 def findings() -> tuple[list[Finding], int]:
     """They, and how many GPUs can be used."""
-    found = [package(name, _version(name)) for name in PACKAGES]
+    found = [package(name, version_of(name)) for name in PACKAGES]
     driver_version = _driver()
     asked = _ask_torch()
     found.append(driver(driver_version, asked.get("cuda")))
@@ -111,7 +111,8 @@ def _gpu(number: int, gpu: Mapping[str, Any], free: int) -> Finding:
     return ok(name, found)
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of a package, "" where it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -40,6 +40,10 @@ FOLDER = {
 }
 
 
+Variables = Mapping[str, str]
+Loop = asyncio.AbstractEventLoop
+
+
 def command(identity: Identity, incarnation: Incarnation, descriptors: Mapping[str, int]) -> list[str]:
     """The command line of a process of the mesh. `descriptors`: its flags for those that it inherits."""
     inherited = (word for flag, descriptor in descriptors.items() for word in (flag, str(descriptor)))
@@ -71,9 +75,7 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432"
 FUSED = ("TRITON_DEFAULT_FP_FUSION", "1")
 
 
-def variables_of(
-    role: Role, config: MeshConfig, ours: Mapping[str, str], of_workers: Mapping[str, str]
-) -> dict[str, str]:
+def variables_of(role: Role, config: MeshConfig, ours: Variables, of_workers: Variables) -> dict[str, str]:
     """The variables of a process, from those of this one. Secrets, which frontends have in their configuration, are left out."""
     environment = {name: value for name, value in ours.items() if name not in (*API_KEYS, *ADMIN_API_KEYS)}
     environment["PYTHONSAFEPATH"] = "1"
@@ -99,7 +101,7 @@ class Child:
         identity: Identity,
         incarnation: Incarnation,
         config: MeshConfig,
-        of_workers: Mapping[str, str] | None = None,
+        of_workers: Variables | None = None,
         *,
         standby: bool = False,
     ) -> None:
@@ -204,9 +206,7 @@ class Child:
 
         loop.add_reader(turn, readable)
 
-    def take_turn(
-        self, loop: asyncio.AbstractEventLoop, identity: Identity, incarnation: Incarnation, config: MeshConfig
-    ) -> bool:
+    def take_turn(self, loop: Loop, identity: Identity, incarnation: Incarnation, config: MeshConfig) -> bool:
         """Have a standby begin as this incarnation, now or as soon as it is loaded. False when it is gone."""
         assert self._turn is not None
         loop.remove_reader(self._turn)

@@ -10,10 +10,10 @@ from meshlm.protocol.edges.control import ChangeSettings
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.process import logs
 
+Values = dict[str, str | int | float]
 
-def answer(
-    request: dict[str, object], config: MeshConfig, change: Callable[[dict[str, str | int | float]], str]
-) -> dict[str, Any]:
+
+def answer(request: dict[str, object], config: MeshConfig, change: Callable[[Values], str]) -> dict[str, Any]:
     """`values` is missing where they are only asked for; they come as text."""
     values = request.get("values", {})
     if not isinstance(values, dict):
@@ -36,6 +36,6 @@ def applied(message: ChangeSettings, config: MeshConfig, identity: Identity | No
     return config
 
 
-def said(values: dict[str, str | int | float]) -> str:
+def said(values: Values) -> str:
     """The line for the user."""
     return "settings: " + ", ".join(f"{name.replace('_', '-')} {value}" for name, value in values.items())

@@ -116,13 +116,11 @@ def _argument(setting: Setting, extra: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, "metavar": metavar}
 
 
-def build(
-    values: dict[str, object], toml_file: str | None, environment: Mapping[str, object] | None = None
-) -> MeshConfig:
+def build(values: dict[str, object], file: str | None, environment: Mapping[str, object] | None = None) -> MeshConfig:
     """The tree from flags (they win) over the TOML file over the environment over the defaults. UsageError names the flag or key."""
     sections: dict[str, dict[str, object]] = {}
     known = {setting.name: setting for setting in settings()}
-    for name, value in {**(environment or {}), **config_file.read_toml(toml_file, known), **values}.items():
+    for name, value in {**(environment or {}), **config_file.read_toml(file, known), **values}.items():
         if name in known:
             value = tuple(_listed(known[name], value)) if isinstance(value, list) else value
             if not _is_text(value):

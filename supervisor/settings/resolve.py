@@ -41,6 +41,7 @@ from meshlm.supervisor.settings import (
 from meshlm.supervisor.settings.drafter import with_drafter
 from meshlm.supervisor.settings.rules import check
 
+Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -227,9 +228,7 @@ def _platform(wanted: str) -> Platform:
     return platforms.named("cuda" if Path("/dev/nvidiactl").exists() and not cpu_build else "cpu")
 
 
-def _dtype(
-    config: MeshConfig, platform: Platform, of_model: str, family: Family
-) -> Literal["float32", "float16", "bfloat16"]:
+def _dtype(config: MeshConfig, platform: Platform, of_model: str, family: Family) -> Dtype:
     wanted = DTYPE_ALIASES.get(config.model.dtype, config.model.dtype)
     if wanted == "auto":
         wanted = platform.default_dtype(of_model, float16=family.float16)

@@ -7,8 +7,9 @@ import pytest
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.supervisor.api import llm as llm_module
-from meshlm.supervisor.api.llm import LLM, SamplingParams
+from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.offline_prompts import of_generate
+from meshlm.supervisor.api.sampling import SamplingParams
 
 
 @pytest.fixture
