@@ -196,13 +196,8 @@ class Detokenizer:
         for row in deltas.first:
             self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation))
         ended = {end.row: end for end in deltas.ended}
-        detailed = {
-            *ended,
-            *deltas.first,
-            *deltas.logprobs,
-            *deltas.prompt_logprobs,
-            *deltas.drafts,
-        }  # ended: a vector's too
+        # Where a vector is, there is an end.
+        detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs, *deltas.drafts}
         effects: list[Effect] = []
         by_handle = self.journal.by_handle
         frontend: Identity | None = None

@@ -240,12 +240,6 @@ class DetokenizerApp(App):
                 refused = Refused(message.work.handle, ErrorKind.OVERLOADED, text)
                 self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
-    def _call_threads(self) -> None:
-        """Calls as many threads as have something to do; one that comes too late finds nothing."""
-        for _ in range(min(self._num_threads, -(-self._num_new // BUNCH))):
-            self._threads.submit(self._encode_waiting)
-        self._num_new = 0
-
     def _encode_waiting(self) -> None:
         """Encodes in a thread until nothing waits."""
         while self._to_encode:
@@ -313,8 +307,10 @@ class DetokenizerApp(App):
         self._do(PeerLost(peer, incarnation, named))
 
     def flush(self) -> None:
-        if self._num_new:
-            self._call_threads()
+        # As many threads as have something to do; one that comes too late finds nothing.
+        for _ in range(min(self._num_threads, -(-self._num_new // BUNCH))):
+            self._threads.submit(self._encode_waiting)
+        self._num_new = 0
         if self._core is not None:
             for send in self._core.journal.batches(now_ns := time.monotonic_ns()):
                 self._send(send.to, send.message)

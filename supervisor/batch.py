@@ -25,18 +25,8 @@ from meshlm.supervisor.errors import StartError, UsageError
 Json = dict[str, Any]
 # What a line may ask for. A path that the server lacks, since its model cannot do that, is the server's to refuse.
 PATHS = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v2/embed",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/pooling",
-    "/classify",
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v2/embed"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/pooling", "/classify"),
 )
 
 

@@ -25,15 +25,8 @@ ATTACH = "attach"
 """Asks for a place and the configuration; the connection stays open as long as the mesh and the asker live."""
 
 
-SAME = (
-    "pid",
-    "incarnation",
-    "state",
-    "restarts",
-    "phase",
-    "rss_bytes",
-    "sent",
-)  # of a ProcessReport and a ProcessStatus
+# The fields that a ProcessReport and a ProcessStatus have in common.
+SAME = ("pid", "incarnation", "state", "restarts", "phase", "rss_bytes", "sent")
 
 
 class ProcessStatus(Struct, frozen=True):

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvloop
@@ -159,44 +159,37 @@ def end_of(supervisor: io.Supervisor, ended_in_order: str = ENDED) -> StartError
     return StartError(str(found) if isinstance(found, StartError) else ended_in_order)
 
 
-class _Batch(NamedTuple):
-    """What one call has enqueued."""
-
-    work: Future[list[RequestOutput]]
-    each: Sequence[SamplingParams]
-
-
 class Enqueued:
     """Those that nobody has waited for, in their order."""
 
     def __init__(self, background: Background) -> None:
         self._background = background
-        self._batches: list[_Batch] = []
+        self._batches: list[tuple[Future[list[RequestOutput]], Sequence[SamplingParams]]] = []  # one a call
 
     def add(self, submits: Sequence[Sent], each: Sequence[SamplingParams]) -> list[str]:
         """Send them, and do not wait: the ids of the requests."""
         run = self._background.client.run(submits, None)
         work = self._background.start(unless_ended(self._background.supervisor, run))
-        self._batches.append(_Batch(work, each))
+        self._batches.append((work, each))
         return [request.request_id for _, request in submits]
 
     def wait(self, use_tqdm: Bar) -> list[RequestOutput]:
         """The results of all. Where a batch fails the others end all the same before its error is raised."""
         batches, self._batches = self._batches, []
-        total = sum(one.n for batch in batches for one in batch.each)
+        total = sum(one.n for _, each in batches for one in each)
         found: list[RequestOutput] = []
         errors: list[Exception] = []
         try:
             with progress_bar(use_tqdm, total, "Generating") as bar:
-                for batch in batches:
+                for work, each in batches:
                     try:
-                        found += finished(batch.work.result(), batch.each)
+                        found += finished(work.result(), each)
                     except (ValueError, StartError) as error:
                         errors.append(error)
-                    bar.update(sum(one.n for one in batch.each))
+                    bar.update(sum(one.n for one in each))
         except BaseException:  # Ctrl-C: nobody waits for them any more
-            for batch in batches:
-                batch.work.cancel()
+            for work, _ in batches:
+                work.cancel()
             raise
         if errors:
             raise errors[0]

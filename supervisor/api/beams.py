@@ -2,8 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from meshlm.protocol.config import Resolved
 from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_candidates, search
 from meshlm.supervisor.api.outputs import Logprob, RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
@@ -59,25 +60,17 @@ class BeamSearchOutput:
 Step = Callable[[list[dict[str, Any]], SamplingParams], Awaitable[list[RequestOutput]]]
 
 
-class Model(NamedTuple):
-    """What a search needs to know of the model."""
-
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    max_model_len: int
-
-
 async def find(
-    prompts: Sequence[tuple[Any, dict[str, Any]]], params: BeamSearchParams, step: Step, model: Model
+    prompts: Sequence[tuple[Any, dict[str, Any]]], params: BeamSearchParams, step: Step, resolved: Resolved
 ) -> list[list[Beam[Detail]]]:
     """The best beams of each prompt, given as it came and as token ids. All of them go one token on with each call of `step`."""
-    logprobs = num_candidates(params.beam_width, model.vocab_size)
+    logprobs = num_candidates(params.beam_width, resolved.spec.vocab_size)
     wanted = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=logprobs)
     searches = []
     for _, prompt in prompts:
         num_prompt = len(prompt["prompt_token_ids"])
-        max_tokens = min(params.max_tokens, model.max_model_len - num_prompt)
-        ends = () if params.ignore_eos else model.eos_token_ids
+        max_tokens = min(params.max_tokens, resolved.max_model_len - num_prompt)
+        ends = () if params.ignore_eos else resolved.eos_token_ids
         searches.append(BeamSearch[Detail](params.beam_width, ends, num_prompt, max_tokens, params.length_penalty))
 
     async def likeliest(beams: list[tuple[int, Beam[Detail]]]) -> list[list[Candidate[Detail]]]:

@@ -15,7 +15,7 @@ from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.wire.columns import ints
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
-from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, Model, find, sequence_of
+from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import Asked, Given, Prompts, Sizes, many, of_generate, of_tokenization
 from meshlm.supervisor.api.operations import Operator
@@ -192,12 +192,11 @@ class LLM:
                 raise ValueError(f"prompt: {len(ids)} tokens; the context holds {self.max_model_len} with the output")
             salt = {"cache_salt": one.cache_salt} if one.cache_salt else {}
             asked.append((item, {"prompt_token_ids": ids, **salt}))
-        model = Model(self._resolved.eos_token_ids, self.vocab_size, self.max_model_len)
         decode = self.get_tokenizer().decode
         size, found = concurrency_limit or max(1, len(asked)), list[BeamSearchOutput]()
         for begin in tqdm(range(0, len(asked), size), desc="Beam search", disable=not use_tqdm):
             group = asked[begin : begin + size]
-            best = self._background.ask(find(group, params, self._step, model))
+            best = self._background.ask(find(group, params, self._step, self._resolved))
             found += [
                 BeamSearchOutput([sequence_of(given, prompt, beam, decode) for beam in beams])
                 for (given, prompt), beams in zip(group, best, strict=True)

@@ -23,18 +23,10 @@ from meshlm.runtime.structured_outputs import of_structured_outputs
 from meshlm.supervisor.errors import raised_as
 
 MOST_IDS = 1 << 31  # of any vocabulary
-OF_THE_VOCABULARY = (
-    "stop_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "logprob_token_ids",
-    "logprobs",
-    "prompt_logprobs",
-)
-MAY_BE_NONE = (
-    *("max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "thinking_token_budget"),
-    "num_speculative_tokens",
-)
+LOGPROBS = ("logprobs", "prompt_logprobs")
+OF_THE_VOCABULARY = ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids", *LOGPROBS)
+_COUNTS = ("max_tokens", "truncate_prompt_tokens", "thinking_token_budget", "num_speculative_tokens")
+MAY_BE_NONE = ("seed", *_COUNTS, *LOGPROBS)
 INTEGERS = ("n", "min_tokens", "top_k", *MAY_BE_NONE)
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 # Fields of vLLM's that would change the output: why not, or what there is instead.
@@ -302,7 +294,7 @@ def _integer(name: str, value: Any) -> int | None:
     if value is None and name in MAY_BE_NONE:
         return None
     if isinstance(value, bool):
-        if name in ("logprobs", "prompt_logprobs"):
+        if name in LOGPROBS:
             return 1 if value else None
     elif isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         return int(value)

@@ -238,12 +238,8 @@ def _question(row: dict[str, Any], reading: Reading) -> tuple[str, str]:
             said = [_said(turn) for turn in turns[:2]]
             return said[0], "" if name == "turns" or len(said) < 2 else said[1]
     for question, answer in (
-        ("prompt", "canonical_solution"),
-        ("question", "answer"),
-        ("problem", "solution"),
-        ("instruction", "output"),
-        ("input", "output"),
-        ("text", ""),
+        *(("prompt", "canonical_solution"), ("question", "answer"), ("problem", "solution")),
+        *(("instruction", "output"), ("input", "output"), ("text", "")),
     ):
         if isinstance(row.get(question), str):
             return row[question], str(row.get(answer) or "")

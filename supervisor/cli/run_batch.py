@@ -26,6 +26,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.process import logs, streams
 from meshlm.supervisor import batch, io
 from meshlm.supervisor.api.background import unless_ended
+from meshlm.supervisor.api.llm import OFFLINE
 from meshlm.supervisor.batch import Counts
 from meshlm.supervisor.cli import serve
 from meshlm.supervisor.cli.display import StartDisplay
@@ -38,15 +39,7 @@ LOOPBACK = "127.0.0.1"
 STOP_S = 10.0
 TOO_EARLY = "the mesh has ended before its requests"
 Work = Callable[[Server, threading.Event], int]
-# All work comes at once, nothing idles then, and each answer is in the file.
-ALL_AT_ONCE = {
-    "standby_roles": ["none"],
-    "cudagraph_capture": "start",
-    "prefill_pace": "full",
-    "max_waiting": 1 << 30,
-    "disable_log_requests": True,
-    "retry_window": 600.0,
-}
+ALL_AT_ONCE = {**OFFLINE, "disable_log_requests": True, "retry_window": 600.0}  # each answer is in the file
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

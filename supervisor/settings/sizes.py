@@ -5,17 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 # As in vLLM: k, m, g and t are decimal, K, M, G and T binary.
-_UNITS = {
-    "": 1,
-    "K": 1 << 10,
-    "M": 1 << 20,
-    "G": 1 << 30,
-    "T": 1 << 40,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS |= {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse_bytes(text: str) -> int:
