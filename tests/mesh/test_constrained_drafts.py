@@ -20,7 +20,7 @@ SCHEMA = {
     "type": "object", "properties": {"a": {"type": "array", "items": {"enum": ["x", 1, None]}, "minItems": 4, "maxItems": 9}},
     "required": ["a"], "additionalProperties": False,
 }  # fmt: skip
-LONG = "([a-z]{3,9} ){80}[0-9]"
+LONG = "([a-z]{3,9} ){160}[0-9]"
 CONSTRAINTS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}}, r"\{.*\}"),
     ({"guided_regex": "[a-f]{4}(-[0-9]{2}){5}"}, "[a-f]{4}(-[0-9]{2}){5}"),
@@ -65,7 +65,7 @@ def test_answers_are_the_same_with_drafts() -> None:
     forms = [form for _, form in CONSTRAINTS for _ in range(4)]
     assert all(re.fullmatch(form, text, re.DOTALL) for form, (_, text) in zip(forms, expected, strict=True))
     assert all(reasoning for reasoning, _ in expected)
-    with serving(*FLAGS, "--fake-drafts", "3", "--fake-step-ms", "4") as server:
+    with serving(*FLAGS, "--fake-drafts", "3", "--fake-step-ms", "8") as server:
         assert answers(server) == expected
         with httpx.Client(base_url=server.url) as client:
             drafted, accepted = (
