@@ -39,9 +39,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     num_speculative_tokens: int = 0  # of a row and step at most
     prompt_lookup_min: int = 5  # ngram: tokens at the text's end that must stand earlier in it, at least
     prompt_lookup_max: int = 5  # and at most
-    suffix_decoding_max_tree_depth: int = (
-        24  # suffix: tokens of a path in the tree: what was matched, and what is drafted
-    )
+    suffix_decoding_max_tree_depth: int = 24  # suffix: tokens that are matched at most
     suffix_decoding_max_cached_requests: int = (
         10000  # answers in the tree of all requests; 0: a request has its own tree alone
     )
