@@ -9,6 +9,9 @@ entry. Where config.json names no draft_vocab_size the target's is taken. Files 
 eagle_config's ids are those of layers, from 0, behind which states are read (SGLang's, NVIDIA's), others count the layers before
 (vLLM's). Without them they are read behind the first 2, half, and all but 3 of the layers.
 
+EAGLE (Li et al. 2024): one layer in files of its own, without a norm before attention. Embedding and output projection are the
+target's.
+
 How they compute is in workers/models/drafters.py. They have no architecture that a user could serve.
 """
 
@@ -84,11 +87,16 @@ def is_own(name: str, spec: ModelSpec) -> bool:
     return inner.startswith(stem) and not inner.removeprefix(stem).startswith(_SHARED)
 
 
-def fitted(spec: ModelSpec, target: ModelSpec) -> ModelSpec:
+def fitted(spec: ModelSpec, target: ModelSpec, method: str) -> ModelSpec:
     """A drafter of files of its own, with what the model that it drafts for tells of it. ValueError names what does not fit."""
     draft, layers = spec.draft, target.num_hidden_layers
     if draft is None:
         raise ValueError(f"{spec.architecture} reads no states of another model")
+    if draft.method != method:
+        raise ValueError(f"{spec.architecture} drafts by the method {draft.method}")
+    own_ways = (target.transformers, target.altup, target.per_layer_input, target.audio_encoder)
+    if any(own_ways) and (method == "eagle3" or target.transformers):
+        raise ValueError(f"{target.architecture} does not give the states that it reads")
     for what, own, of_target in (
         ("a vocabulary of {} tokens", spec.vocab_size, target.vocab_size),
         ("states of {} numbers", draft.target_hidden_size or spec.hidden_size, target.hidden_size),
@@ -106,12 +114,17 @@ def fitted(spec: ModelSpec, target: ModelSpec) -> ModelSpec:
 _TAPS = 3
 
 
-def _eagle3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    spec, own = full_spec(config, architecture), config.get("eagle_config") or {}
+def _of_one_layer(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = full_spec(config, architecture)
     if spec.num_hidden_layers != 1:
         raise ValueError(
             f"num_hidden_layers {spec.num_hidden_layers} is not supported for {architecture}; supported: 1"
         )
+    return spec
+
+
+def _eagle3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec, own = _of_one_layer(config, architecture), config.get("eagle_config") or {}
     if not isinstance(own, dict) or own.get("use_aux_hidden_state", True) is not True:
         raise ValueError(f"eagle_config {shown(own)} is not supported: states behind several layers are read")
     ids, before = own.get("eagle_aux_hidden_state_layer_ids"), 1
@@ -159,6 +172,22 @@ def _renamed(name: str) -> str:
     return inner.replace("layers.0.", "midlayer.", 1) if inner.startswith("layers.0.") else inner
 
 
+def _eagle_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = _of_one_layer(config, architecture)
+    bias = "bias" not in config or boolean(config, "bias")  # as the authors' code has it
+    return replace(spec, tie_word_embeddings=False, draft=DraftSpec(method="eagle", fc_bias=bias))
+
+
+def _eagle_weights(spec: ModelSpec) -> Iterator[Weight]:
+    hidden = spec.hidden_size
+    yield Weight("fc.weight", "", "fc.weight", (hidden, 2 * hidden))
+    if spec.draft is not None and spec.draft.fc_bias:
+        yield Weight("fc.bias", "", "fc.bias", (hidden,))
+    for weight in transformer_weights(spec, PRE_NORMS[1:]):
+        if weight.layer is not None:
+            yield weight._replace(name=weight.name.removeprefix("model."), gguf="", quantises=False)
+
+
 _EAGLE3 = Family(
     architecture="LlamaForCausalLMEagle3",
     model_type="llama",
@@ -173,4 +202,21 @@ _EAGLE3 = Family(
     compiles=False,
     model="meshlm.workers.models.drafters:Eagle3",
 )
-DRAFTERS = {name: _EAGLE3._replace(architecture=name) for name in ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")}
+_EAGLE = _EAGLE3._replace(
+    spec=_eagle_spec,
+    weights=_eagle_weights,
+    keys=frozenset(("bias",)),
+    rename=lambda name: name.removeprefix("model."),
+    unread=r"embed_tokens\.weight|lm_head\.weight",
+    model="meshlm.workers.models.drafters:Eagle",
+)
+PLAIN_NAMES = {"eagle": "LlamaForCausalLMEagle", "eagle3": "LlamaForCausalLMEagle3"}
+"""By method: the architecture of a drafter whose config.json calls it LlamaForCausalLM, as the first ones do."""
+DRAFTERS = {
+    name: family._replace(architecture=name)
+    for family, names in (
+        (_EAGLE, (PLAIN_NAMES["eagle"], "EagleLlamaForCausalLM")),
+        (_EAGLE3, (PLAIN_NAMES["eagle3"], "Eagle3LlamaForCausalLM")),
+    )
+    for name in names
+}

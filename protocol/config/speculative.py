@@ -15,7 +15,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     speculative_config: Annotated[
         str,
         Meta(
-            description="speculative decoding, a JSON object: method (ngram, suffix), num_speculative_tokens and the method's own",
+            description="speculative decoding, a JSON object: method (ngram, mtp ...), num_speculative_tokens and the method's own",
             extra={"short": "-sc"},
         ),
     ] = ""

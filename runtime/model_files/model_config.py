@@ -39,10 +39,6 @@ def parse_config(config: dict[str, Any], path: Path) -> tuple[ModelSpec, tuple[s
     if config.get("auto_map"):
         text = f"it is not run, {architecture} is served by our own"
         notes.append(f"{where}: auto_map names code that comes with the model; {text}")
-    if spec.num_nextn_predict_layers:
-        notes.append(
-            f"{where}: num_nextn_predict_layers {spec.num_nextn_predict_layers}: the layers that draft further tokens are not loaded"
-        )
     return spec, tuple(notes)
 
 

@@ -1,4 +1,5 @@
-"""The model that drafts for another (--speculative-config, method draft_model): read as any model is, and served as the other one is.
+"""The model that drafts for another (--speculative-config): read as any model is, or from the other one's own files (mtp), and served
+as the other one is.
 
 Called by resolve.py.
 """
@@ -9,29 +10,35 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from meshlm.architectures.drafters import PLAIN_NAMES, fitted, nextn_spec
+from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, ModelConfig, Resolved
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import model_files
 from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.errors import UsageError, raised_as
-from meshlm.supervisor.settings import parallel
+from meshlm.supervisor.settings import parallel, speculative
 from meshlm.supervisor.settings.rules import Rules, check
 
 
 def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
     """With the facts of the model that drafts, if one does. UsageError for one that cannot draft for this model."""
     asked = config.speculative
-    if asked.method != "draft_model":
+    if asked.method == "mtp":
+        return replace(resolved, drafter=_of_its_own(resolved))
+    if asked.method not in speculative.OF_MODEL:
         return resolved
-    wanted: Literal["dummy", "auto"] = "dummy" if resolved.load_format == "dummy" else "auto"
-    flags = ModelConfig(model=asked.model, load_format=wanted, download_dir=config.model.download_dir)
-    with raised_as(UsageError, ModelFilesError):
-        files = model_files.resolve_model(flags)
-    check(_rules(asked.model, files, resolved))
-    parallel.check(config.parallel, files.spec, resolved.device, 0)
+    files = _read(config, resolved)
+    spec, flag = files.spec, f"{speculative.FLAG}: model {asked.model}"
+    if asked.method in PLAIN_NAMES:
+        with raised_as(UsageError, ValueError, of=flag):
+            spec = fitted(spec, resolved.spec, asked.method)
+    else:
+        check(_rules(flag, files, resolved))
+    parallel.check(config.parallel, spec, resolved.device, 0)
     drafter = replace(
         resolved,
-        spec=files.spec,
+        spec=spec,
         model_path=str(files.path),
         weights_url=files.weights_url,
         tokenizer_path=str(files.tokenizer_path),
@@ -40,9 +47,41 @@ def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
     return replace(resolved, drafter=drafter)
 
 
-def _rules(name: str, files: ModelFiles, resolved: Resolved) -> Rules:
+def _of_its_own(resolved: Resolved) -> Resolved:
+    """The layer behind the model's last, which drafts, of the same files."""
+    flag, family = f"{speculative.FLAG}: method mtp", family_of(resolved.spec.architecture)
+    assert family is not None
+    if resolved.load_format in ("gguf", "sharded_state"):
+        raise UsageError(
+            f"{flag}: layers that draft are not read from {resolved.load_format}; give the folder of the model"
+        )
+    with raised_as(UsageError, ValueError, of=flag):
+        return replace(resolved, spec=nextn_spec(resolved.spec, family))
+
+
+def _read(config: MeshConfig, resolved: Resolved) -> ModelFiles:
+    """The files of a model that drafts."""
+    asked = config.speculative
+    wanted: Literal["dummy", "auto"] = "dummy" if resolved.load_format == "dummy" else "auto"
+    flags = ModelConfig(model=asked.model, load_format=wanted, download_dir=config.model.download_dir)
+    if asked.method in PLAIN_NAMES:
+        flags = replace(flags, tokenizer=resolved.tokenizer_path)  # it has none
+    with raised_as(UsageError, ModelFilesError):
+        files = model_files.resolve_model(flags)
+        if asked.method in PLAIN_NAMES and files.spec.architecture == "LlamaForCausalLM":
+            own = json.dumps({"architectures": [PLAIN_NAMES[asked.method]]})
+            return model_files.resolve_model(replace(flags, hf_overrides=own))
+        return files
+
+
+def _rules(flag: str, files: ModelFiles, resolved: Resolved) -> Rules:
     """What keeps it from drafting."""
-    flag, spec, own = f"--speculative-config: model {name}", files.spec, resolved.spec
+    spec, own = files.spec, resolved.spec
+    yield (
+        spec.draft is not None,
+        flag,
+        f"{spec.architecture} drafts from a model's states; method {spec.draft and spec.draft.method} is its own",
+    )
     yield spec.encoder_only or files.speech is not None, flag, f"{spec.architecture} gives no text to draft"
     yield spec.state is not None, flag, f"the states of {spec.architecture} cannot go back to before a refused draft"
     yield (

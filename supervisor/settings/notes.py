@@ -21,6 +21,13 @@ class Facts(NamedTuple):
     transcribes: bool
 
 
+def of_drafting_layers(config: MeshConfig, spec: ModelSpec) -> list[str]:
+    """The layers behind a model's last, which mtp drafts with."""
+    if not (count := spec.num_nextn_predict_layers) or config.speculative.method == "mtp":
+        return []
+    return [f"num_nextn_predict_layers {count}: the layers that draft further tokens are not loaded"]
+
+
 class Rule(NamedTuple):
     """Settings, when they have an effect, and what they are of."""
 

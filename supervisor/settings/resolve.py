@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from meshlm.architectures.family import Family
+from meshlm.architectures.family import Family, Serves
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.model import AUTO_LEN
@@ -51,6 +51,8 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
+    if family.serves is Serves.DRAFTS:
+        raise UsageError(f"{files.path}: {family.architecture} drafts for another; it is a model of {speculative.FLAG}")
     with raised_as(UsageError, plugins.PluginError):
         platform = _platform(config.worker.device)
     pooling = vectors.pooling_of(config, files)
@@ -74,6 +76,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
     said += notes.of_halves(config, max_num_seqs, budget)
+    said += notes.of_drafting_layers(config, files.spec)
     said += notes.of_idle(config, notes.Facts(platform.name, files.speech is not None))
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)

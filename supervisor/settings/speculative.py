@@ -19,14 +19,13 @@ from meshlm.supervisor.settings.rules import Rules, check
 FLAG = "--speculative-config"
 FLAGS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 ABSENT = {
-    **dict.fromkeys(("eagle", "eagle3", "mtp"), "drafts of a model's own further layers are not there yet"),
     **dict.fromkeys(("medusa", "mlp_speculator"), "drafts of a model's further heads are not there"),
     **dict.fromkeys(("dflash", "dflare", "dspark", "xpress"), "drafts of a block at once are not there"),
     "ngram_gpu": "ngram is the method",
     "extract_hidden_states": "hidden states are not given out",
     "custom_class": "drafters of other packages are not there",
 }
-OF_MODEL = ("draft_model",)  # methods of another model
+OF_MODEL = ("draft_model", "eagle", "eagle3")  # methods of another model
 METHODS = tuple(name for name in get_args(Method) if name and name not in ABSENT)
 _ANY = 1 << 30
 # Key -> the kind of its number, and from where to where it may be.
@@ -141,6 +140,8 @@ def _given(c: SpeculativeConfig) -> dict[str, Any] | None:
         given["method"] = "ngram" if model in ("ngram", "[ngram]") else "draft_model"  # as in vLLM
     if given.get("method") == "[ngram]":
         given["method"] = "ngram"
+    if str(given.get("method")).endswith("_mtp"):
+        given["method"] = "mtp"  # as in vLLM, whose families had names of their own
     return given
 
 
@@ -156,7 +157,7 @@ def _method(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:
     there = f"there are {', '.join(METHODS)}"
     yield "method" not in given, FLAG, f"method is missing; {there}"
     method, name = str(given["method"]), _name(c, given, "method")
-    why = ABSENT.get("mtp" if method.endswith("_mtp") else method)  # as in vLLM
+    why = ABSENT.get(method)
     yield why, name, f"{why}; {there}"
     yield method not in METHODS, name, there
 

@@ -59,7 +59,7 @@ def test_kimi_k2_is_a_v3() -> None:
 
 def test_v3() -> None:
     spec, notes = parse_config(V3, Path("m"))
-    assert notes == ("m/config.json: num_nextn_predict_layers 1: the layers that draft further tokens are not loaded",)
+    assert not notes
     assert spec.mla is not None
     assert spec.mla.q_lora_rank == 1536
     moe = spec.moe

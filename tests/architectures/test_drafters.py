@@ -121,9 +121,9 @@ def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
     return parse_config({**config, **changes}, Path("m"))[0]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"])
 def test_a_drafter_of_eagle_3(name: str) -> None:
-    spec = fitted(spec_of(EAGLE3, architectures=[name]), spec_of(LLAMA))
+    spec = fitted(spec_of(EAGLE3, architectures=[name]), spec_of(LLAMA), "eagle3")
     assert spec.draft is not None
     assert spec.draft.taps == (2, 16, 29)
     weights = weights_of(spec)
@@ -136,7 +136,7 @@ def test_a_drafter_of_eagle_3(name: str) -> None:
     }
     assert weights["midlayer.self_attn.k_proj.weight"].shape == (1024, 8192)
     assert weights["midlayer.self_attn.o_proj.weight"].shape == (4096, 4096)
-    assert name not in architectures()
+    assert name in DRAFTERS.keys() - set(architectures())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_drafter_of_eagle_3(name: str) -> None:
     ],
 )
 def test_the_layers_whose_states_are_read(keys: dict[str, Any], taps: tuple[int, ...]) -> None:
-    found = fitted(spec_of(EAGLE3, **keys), spec_of(LLAMA)).draft
+    found = fitted(spec_of(EAGLE3, **keys), spec_of(LLAMA), "eagle3").draft
     assert found is not None
     assert found.taps == taps
 
@@ -179,9 +179,22 @@ def test_what_no_drafter_can_be(keys: dict[str, Any], said: str) -> None:
 )
 def test_a_drafter_of_another_model(of_target: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fitted(spec_of(EAGLE3), spec_of(LLAMA, **of_target))
+        fitted(spec_of(EAGLE3), spec_of(LLAMA, **of_target), "eagle3")
 
 
 def test_a_model_is_no_drafter_of_states() -> None:
     with pytest.raises(ValueError, match="LlamaForCausalLM reads no states of another model"):
-        fitted(spec_of(LLAMA), spec_of(LLAMA))
+        fitted(spec_of(LLAMA), spec_of(LLAMA), "eagle3")
+    with pytest.raises(ValueError, match="LlamaForCausalLMEagle3 drafts by the method eagle3"):
+        fitted(spec_of(EAGLE3), spec_of(LLAMA), "eagle")
+
+
+@pytest.mark.parametrize(("keys", "bias"), [({}, True), ({"bias": True}, True), ({"bias": False}, False)])
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle", "EagleLlamaForCausalLM"])
+def test_a_drafter_of_eagle(name: str, keys: dict[str, Any], bias: bool) -> None:
+    config = {**EAGLE3, "draft_vocab_size": None, "architectures": [name], **keys}
+    weights = weights_of(fitted(spec_of(config), spec_of(LLAMA), "eagle"))
+    own = {weight: found.shape for weight, found in weights.items() if found.layer is None}
+    assert own == {"fc.weight": (4096, 8192)} | ({"fc.bias": (4096,)} if bias else {})
+    assert "layers.0.post_attention_layernorm.weight" in weights
+    assert "layers.0.input_layernorm.weight" not in weights

@@ -20,6 +20,10 @@ the drafter's own state h of the position before. Attention takes two vectors, t
 Files with norm_before_residual have hidden_norm(g) in the place of the g that is added to. The output projection may have few tokens:
 logits of the others are -inf.
 
+EAGLE (Li et al. 2024, "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty"; vLLM's EagleLlamaForCausalLM):
+
+    h = layer(W [embedding of token p + 1; state of p]) without a norm before attention,    logits = head h
+
 Embedding and output projection are the target's (`share`), unless files of EAGLE 3 have others; checkpoints of mtp hold them twice.
 """
 
@@ -91,6 +95,39 @@ class DeepseekNextN(NextN):
 
 class SparseDeepseekNextN(NextN):
     classes = SparseDeepseek.classes
+
+
+class EagleLayer(DecoderLayer):
+    """A layer without a norm before attention."""
+
+    def make_norms(self, spec: ModelSpec) -> None:
+        self.post_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+
+class Eagle(StateDrafter):
+    """EAGLE, see the module docstring."""
+
+    classes = LayerClasses(EagleLayer)
+
+    def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
+        super().__init__(spec, max_len, shard)
+        assert spec.draft is not None
+        self.norm = None
+        self.fc = Linear(2 * spec.hidden_size, spec.hidden_size, bias=spec.draft.fc_bias)
+
+    def forward(
+        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+    ) -> Tensor:
+        """batch: of each token's position, the id of the token that follows. residual [t, hidden]: states of the target, or of this,
+        which has no last norm."""
+        ops, (layer,), (cache,) = self.ops, self.layers, caches
+        assert residual is not None and isinstance(layer, DecoderLayer)  # noqa: PT018
+        states = self.fc(torch.cat((self.embedding(batch.known_ids), residual), dim=1), ops)
+        attended = layer.attention.attend(
+            layer.attention.qkv(states, ops), cache, ForwardContext(batch, self.rope, attention, ops)
+        )
+        x = layer.attention.o.row_parallel(attended, states, ops)
+        return self.state(layer.mlp(x, layer.post_norm, batch, ops))
 
 
 class PairAttention(Attention):

@@ -92,12 +92,11 @@ def test_flags_of_their_own() -> None:
         settled(NGRAM, spec_tokens=3)
     with pytest.raises(UsageError, match=r"^--spec-tokens 16: a whole number from 1 to 15 is expected$"):
         settled(spec_method="ngram", spec_tokens=16)
+    with pytest.raises(UsageError, match=r"^--spec-method medusa: drafts of a model's further heads are not there; "):
+        settled(spec_method="medusa", spec_tokens=3)
     with pytest.raises(
-        UsageError, match=r"^--spec-method eagle: drafts of a model's own further layers are not there yet"
-    ):
-        settled(spec_method="eagle", spec_tokens=3)
-    with pytest.raises(
-        UsageError, match=r"^--speculative-config: method is missing; there are ngram, suffix, draft_model$"
+        UsageError,
+        match=r"^--speculative-config: method is missing; there are ngram, suffix, draft_model, eagle, eagle3, mtp$",
     ):
         settled(spec_tokens=3)
 
@@ -107,13 +106,15 @@ def test_flags_of_their_own() -> None:
     [
         ("{", " {: "),
         ("[]", r" \[\]: a JSON object is expected"),
-        ("{}", ": method is missing; there are ngram, suffix, draft_model"),
-        ({"method": 3}, ": method 3: there are ngram, suffix, draft_model"),
-        ({"method": ["ngram"]}, r': method \["ngram"\]: there are ngram, suffix, draft_model'),
-        ({"method": "ngrams"}, ': method "ngrams": there are ngram, suffix, draft_model'),
+        ("{}", ": method is missing; there are ngram, suffix, draft_model, eagle, eagle3, mtp"),
+        ({"method": 3}, ": method 3: there are ngram, suffix, draft_model, eagle, eagle3, mtp"),
+        ({"method": ["ngram"]}, r': method \["ngram"\]: there are ngram, suffix, draft_model, eagle, eagle3, mtp'),
+        ({"method": "ngrams"}, ': method "ngrams": there are ngram, suffix, draft_model, eagle, eagle3, mtp'),
         ({"method": "draft_model", "num_speculative_tokens": 3}, ": model is missing: a folder, a .gguf file or a hub name"),
         ({"model": "meta-llama/Llama-3.2-1B"}, ": num_speculative_tokens is missing; 1 to 15"),
-        ({"method": "deepseek_mtp"}, ': method "deepseek_mtp": drafts of a model\'s own further'),
+        ({"method": "deepseek_mtp"}, ": num_speculative_tokens is missing; 1 to 15"),
+        ({"method": "mtp", "model": "/a", "num_speculative_tokens": 1}, ': model "/a": mtp needs none; leave it out'),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, ": model is missing: a folder, a .gguf file or a hub name"),
         ({"num_speculative_tokens": 2, "method": "ngram", "prompt_lookup": 3}, r": unknown key prompt_lookup; did you mean .*\?"),
         ({"method": "ngram"}, ": num_speculative_tokens is missing; 1 to 15"),
         ({**NGRAM, "num_speculative_tokens": 0}, ": num_speculative_tokens 0: a whole number from 1 to 15 is expected"),
@@ -149,7 +150,8 @@ def test_refused_in_one_line_that_names_the_key(given: Any, said: str) -> None:
 @pytest.mark.parametrize("method", speculative.ABSENT)
 def test_each_method_that_is_not_there_says_why(method: str) -> None:
     with pytest.raises(
-        UsageError, match=f'^--speculative-config: method "{method}": .*; there are ngram, suffix, draft_model$'
+        UsageError,
+        match=f'^--speculative-config: method "{method}": .*; there are ngram, suffix, draft_model, eagle, eagle3, mtp$',
     ):
         settled({"method": method, "num_speculative_tokens": 3, "model": "x/y"})
 
@@ -258,12 +260,12 @@ def test_the_command_line_and_python_say_the_same(capsys: pytest.CaptureFixture[
     config = flags.build(settings_of({"speculative_config": NGRAM}), None)
     expect(speculative.settled(config).speculative, **NGRAM)
     for words in (
-        ["-sc", json.dumps({"method": "eagle"})],
-        ["--speculative-config.method", "eagle"],
-        ["--spec-method=eagle"],
+        ["-sc", json.dumps({"method": "medusa"})],
+        ["--speculative-config.method", "medusa"],
+        ["--spec-method=medusa"],
     ):
         assert main.run(["serve", "--dry-run", "--device", "fake", *words]) != 0
-        assert "drafts of a model's own further layers are not there yet" in capsys.readouterr().err
+        assert "further heads are not there" in capsys.readouterr().err
 
 
 def test_the_fake_device_has_a_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,7 +284,7 @@ def eagle3(folder: Path, case: str) -> Eagle:
 
 def eagle3_of(folder: Path) -> Resolved:
     target, drafter = resolved(folder / "target"), resolved(folder / "drafter")
-    return replace(drafter, spec=fitted(drafter.spec, target.spec))
+    return replace(drafter, spec=fitted(drafter.spec, target.spec, "eagle3"))
 
 
 def drafted_from_taps(target: Decoder, drafter: StateDrafter, tokens: list[int]) -> Tensor:
@@ -371,6 +371,70 @@ def test_eagle3_on_two_ranks(tmp_path: Path) -> None:
 
     for found in together(load_shards(tmp_path / "target", 2, 1), work):
         torch.testing.assert_close(found, expected_of_eagle3(given, tokens, "of other sizes"), atol=2e-5, rtol=1e-4)
+
+
+def eagle(folder: Path, *, bias: bool) -> Eagle:
+    """A Llama and its drafter, in the names that such files have."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**SMALL, "initializer_range": 0.2})
+    target = transformers.LlamaForCausalLM._from_config(config, attn_implementation="eager").eval().float()
+    target.save_pretrained(folder / "target")
+    keys: dict[str, Any] = {
+        **SMALL,
+        "num_hidden_layers": 1,
+        "initializer_range": 0.1,
+    }  # states are not normed, and what rounds differently grows
+    model = (
+        transformers.LlamaModel._from_config(transformers.LlamaConfig(**keys), attn_implementation="eager")
+        .eval()
+        .float()
+    )
+    layer = model.layers[0]
+    layer.post_attention_layernorm.weight.data += torch.randn(48) * 0.3
+    own = {f"layers.0.{name}": tensor.detach().clone() for name, tensor in layer.state_dict().items()}
+    del own["layers.0.input_layernorm.weight"]
+    own |= {"fc.weight": torch.randn(48, 96) * 0.1, "embed_tokens.weight": torch.zeros(211, 48)}
+    own |= {"fc.bias": torch.randn(48)} if bias else {}
+    (folder / "drafter").mkdir()
+    torch.save(own, folder / "drafter" / "pytorch_model.bin")
+    keys |= {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama"} | ({} if bias else {"bias": False})
+    (folder / "drafter" / "config.json").write_text(json.dumps(keys))
+    return Eagle(target, layer, model.rotary_emb, own)
+
+
+def expected_of_eagle(given: Eagle, tokens: list[int]) -> Tensor:
+    own, inner, eps = given.own, given.target.model, given.target.config.rms_norm_eps
+    with torch.no_grad():
+        states = list(inner(torch.tensor([tokens[:-1]])).last_hidden_state[0])
+        ids, logits = tokens[1:], list[Tensor]()
+        for _ in range(1 + PASSES):
+            pair = torch.cat((inner.embed_tokens(torch.tensor(ids)), torch.stack(states)), dim=1)
+            x = pair @ own["fc.weight"].t() + own.get("fc.bias", torch.zeros(48))
+            positions = torch.arange(len(ids))[None]
+            mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)[None, None]
+            angles = given.rotary(x[None], positions)
+            out, _ = given.layer.self_attn(hidden_states=x[None], attention_mask=mask, position_embeddings=angles)
+            a = x + out[0]
+            states.append((a + given.layer.mlp(norm(a, own["layers.0.post_attention_layernorm.weight"], eps)))[-1])
+            logits.append(given.target.lm_head(states[-1]))
+            ids = [*ids, int(logits[-1].argmax())]
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["torch", "cpu"])
+def test_eagle_is_the_formula(bias: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "torch":
+        monkeypatch.setattr(cpu_ops, "available", lambda: False)
+    given = eagle(tmp_path, bias=bias)
+    tokens = torch.randint(0, 211, (21,)).tolist()
+    found = resolved(tmp_path / "drafter")
+    target, drafter = load(tmp_path / "target"), loaded(found)
+    assert replace(found, spec=fitted(found.spec, target.spec, "eagle")) == found
+    drafter.share(target)
+    torch.testing.assert_close(drafted(target, drafter, tokens), expected_of_eagle(given, tokens), atol=2e-5, rtol=1e-4)
 
 
 def test_a_model_that_nobody_taps_leaves_nothing(tmp_path: Path) -> None:
