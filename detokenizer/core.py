@@ -69,7 +69,8 @@ class Detokenizer:
             case Encoded():
                 return self._encoded(event)
             case PeerLost(identity=Identity(role=Role.FRONTEND)):
-                return self._frontend_lost(event)
+                self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
+                return self._abort(self.journal.frontend_lost(event.identity, event.incarnation))
             case PeerLost():
                 return self.attempts.lost(event)
             case PeerUp():
@@ -319,10 +320,6 @@ class Detokenizer:
             self.journal.forget(request)
         admitted = tuple(request.work_id for request in gone if request.status in IN_ATTEMPT)
         return self.attempts.say_abort(admitted) if admitted else []
-
-    def _frontend_lost(self, event: PeerLost) -> list[Effect]:
-        self._delivered = {of: told for of, told in self._delivered.items() if of[0] != event.identity}
-        return self._abort(self.journal.frontend_lost(event.identity, event.incarnation))
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

@@ -238,6 +238,8 @@ class SamplingParams:
         def known(ids: Iterable[int] | None) -> bool:
             return all(0 <= token < vocab_size for token in ids or ())
 
+        # As in vLLM: `logprobs` is left out, or is their number.
+        fits_logprobs = not self.logprob_token_ids or self.logprobs in (None, len(self.logprob_token_ids))
         allowed = {
             "n": self.n >= 1,
             "max_tokens": self.max_tokens is None or self.max_tokens >= 1,
@@ -255,7 +257,7 @@ class SamplingParams:
             "logit_bias": known(self.logit_bias) and not any(map(math.isnan, (self.logit_bias or {}).values())),
             "allowed_token_ids": known(self.allowed_token_ids) and self.allowed_token_ids != [],
             "bad_words": all(word.strip() for word in self.bad_words or ()),
-            "logprob_token_ids": known(self.logprob_token_ids) and self._fits_logprobs(),
+            "logprob_token_ids": known(self.logprob_token_ids) and fits_logprobs,
             "logprobs": -1 <= (self.logprobs or 0) <= vocab_size,
             "prompt_logprobs": -1 <= (self.prompt_logprobs or 0) <= vocab_size,
             "thinking_token_budget": self.thinking_token_budget is None or self.thinking_token_budget >= -1,
@@ -278,10 +280,6 @@ class SamplingParams:
             truncate_prompt_tokens=self.truncate_prompt_tokens or 0,
             bad_words=tuple(self.bad_words or ()),
         )
-
-    def _fits_logprobs(self) -> bool:
-        """Checks as vLLM does that `logprobs` is left out, or is their number."""
-        return not self.logprob_token_ids or self.logprobs in (None, len(self.logprob_token_ids))
 
 
 def _wanted(logprobs: int | None, vocab_size: int) -> int:

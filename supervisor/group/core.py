@@ -146,7 +146,8 @@ class Group:
         if process.state is not State.STARTING:
             return []
         process.state, process.has_been_ready = State.READY, True
-        self._serves = self._serves or self._each_role_is_ready()
+        able = {each.identity.role for each in self.processes.values() if each.state is State.READY}
+        self._serves = self._serves or all(identity.role in able for identity in self.processes)
         process.ready_at = process.beaten_at = process.moved_at = now
         process.early_words.clear()
         if not self.was_ready and all(p.state is State.READY for p in self.processes.values()):
@@ -233,10 +234,6 @@ class Group:
         nth = process.early_deaths
         process.restart_at = now + (min(FIRST_BACKOFF_S * 2.0 ** min(nth - 2, 10), MAX_BACKOFF_S) if nth > 1 else 0.0)
         return [died, *self._tick(now)]
-
-    def _each_role_is_ready(self) -> bool:
-        able = {process.identity.role for process in self.processes.values() if process.state is State.READY}
-        return all(process.identity.role in able for process in self.processes.values())
 
     def _too_often(self, process: Process, words: str, now: float) -> str:
         """Why a process that died now is not started again; "" when it is."""

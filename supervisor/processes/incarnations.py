@@ -56,7 +56,11 @@ class Incarnations:
         """Give the place to its standby, where one is alive, else to a new process."""
         child = self._standbys.pop(identity, None) or self._take_warm(identity.role)
         if child is None or not child.take_turn(self._loop, identity, incarnation, self._config_of(identity)):
-            child = self._started(identity, incarnation, lambda why: self._not_started(identity, incarnation, why))
+
+            def failed(why: str) -> None:
+                self._tell(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
+
+            child = self._started(identity, incarnation, failed)
         if child is not None:
             self._children[identity] = child
             self._had.add(identity)
@@ -67,9 +71,6 @@ class Incarnations:
         if identity.role is not Role.WORKER or identity not in self._had or config.worker.tune == "off":
             return config
         return replace(config, worker=replace(config.worker, tune="kept"))
-
-    def _not_started(self, identity: Identity, incarnation: Incarnation, why: str) -> None:
-        self._tell(events.Exited(identity, incarnation, 1, f"{identity} could not be started: {why}"))
 
     def _started(
         self, identity: Identity, incarnation: Incarnation, failed: Callable[[str], None], *, standby: bool = False
@@ -94,10 +95,6 @@ class Incarnations:
                 else:
                     self._warm[role] = child
                     child.when_loaded(self._loop, lambda _: None)
-
-    def warm(self) -> dict[Role, int]:
-        """Pids of those that wait."""
-        return {role: child.pid for role, child in self._warm.items()}
 
     def standbys(self) -> list[Child]:
         """Both sorts, loaded or not yet."""

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig, SpeculativeConfig
 from meshlm.protocol.config.speculative import MAX_SPECULATIVE_TOKENS, Method
-from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
@@ -92,21 +92,13 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     if not c.speculative.method:
         return
     name = f.spec.architecture
-    fake = "it drafts what --fake-drafts says; give that alone"
-    yield f.device == "fake", "--device fake", fake
+    yield f.device == "fake", "--device fake", "it drafts what --fake-drafts says; give that alone"
     yield f.device != "cpu", f"--device {f.device}", f"drafts are computed on --device cpu so far; leave out {FLAG}"
     yield pools or f.spec.encoder_only, FLAG, f"{name} gives vectors here, and no text to draft; leave it out"
-    yield (
-        f.spec.state is not None,
-        FLAG,
-        f"the states of {name} cannot go back to before a draft that is refused; leave it out",
-    )
-    stages = c.parallel.pipeline_parallel_size
-    yield (
-        stages > 1,
-        f"--pipeline-parallel-size {stages}",
-        f"the first stage does not know the drafts of the last; leave out {FLAG}",
-    )
+    why = f"the states of {name} cannot go back to before a draft that is refused; leave it out"
+    yield f.spec.state is not None, FLAG, why
+    stages, why = c.parallel.pipeline_parallel_size, "the first stage does not know the drafts of the last; leave out "
+    yield stages > 1, f"--pipeline-parallel-size {stages}", why + FLAG
     yield c.lockstep, FLAG, "ranks that share experts have no drafts yet; leave it out"
 
 
@@ -120,10 +112,8 @@ def _given(c: SpeculativeConfig) -> dict[str, Any] | None:
     """The keys that are given, in JSON or as flags; null is the default. None: no drafts are asked for."""
     given: dict[str, Any] = {}
     if c.speculative_config:
-        try:
+        with raised_as(UsageError, ValueError, of=f"{FLAG} {c.speculative_config}"):
             given = json.loads(c.speculative_config)
-        except ValueError as error:
-            raise UsageError(f"{FLAG} {c.speculative_config}: {error}") from None
         if not isinstance(given, dict):
             raise UsageError(f"{FLAG} {c.speculative_config}: a JSON object is expected")
         given = {key: value for key, value in given.items() if value is not None}
@@ -178,22 +168,13 @@ def _keys(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:
             kind, least, most = NUMBERS[key]
             what = f"a {'whole ' if kind is int else ''}number from {least} to {most} is expected"
             yield not _is_number(value, kind, least, most), name, what
-    model = given.get("model")
-    yield (
-        method in OF_MODEL and not isinstance(model, str),
-        FLAG,
-        "model is missing: a folder, a .gguf file or a hub name",
-    )
-    yield (
-        method not in OF_MODEL and model not in (None, method, f"[{method}]"),
-        _name(c, given, "model") if model else "",
-        f"{method} needs none; leave it out",
-    )
-    yield (
-        method != "suffix" and "num_speculative_tokens" not in given,
-        FLAG,
-        f"num_speculative_tokens is missing; 1 to {MAX_SPECULATIVE_TOKENS}",
-    )
+    model, of_model = given.get("model"), method in OF_MODEL
+    unnamed = of_model and not isinstance(model, str)
+    yield unnamed, FLAG, "model is missing: a folder, a .gguf file or a hub name"
+    needless = not of_model and model not in (None, method, f"[{method}]")
+    yield needless, _name(c, given, "model") if model else "", f"{method} needs none; leave it out"
+    unsaid = method != "suffix" and "num_speculative_tokens" not in given
+    yield unsaid, FLAG, f"num_speculative_tokens is missing; 1 to {MAX_SPECULATIVE_TOKENS}"
     low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
     yield low and high and low > high, f"{FLAG}: prompt_lookup_max {high}", f"it is less than prompt_lookup_min ({low})"
     way = given.get("rejection_sample_method", "standard")
@@ -206,23 +187,14 @@ def _keys(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:
 def _synthetic(given: Mapping[str, Any], count: int) -> Rules:
     """Of drafts that are accepted by chance. count: drafts of a step."""
     names = rates, length = "synthetic_acceptance_rates", "synthetic_acceptance_length"
-    yield (
-        sum(name in given for name in names) != 1,
-        f"{FLAG}: rejection_sample_method synthetic",
-        f"give one of {rates} and {length}",
-    )
-    yield (
-        given.get(length, 1) > count + 1,
-        f"{FLAG}: {length} {given.get(length)}",
-        f"a step has 1 to {count + 1} tokens",
-    )
+    one = sum(name in given for name in names) == 1
+    yield not one, f"{FLAG}: rejection_sample_method synthetic", f"give one of {rates} and {length}"
+    mean = given.get(length, 1)
+    yield mean > count + 1, f"{FLAG}: {length} {mean}", f"a step has 1 to {count + 1} tokens"
     values, name = given.get(rates, [0.0] * count), f"{FLAG}: {rates} {json.dumps(given.get(rates))}"
     is_list = isinstance(values, list) and all(_is_number(value, float, 0, 1) for value in values)
-    yield (
-        not is_list or len(values) != count,
-        name,
-        f"a list of {count} numbers from 0 to 1 is expected, one for each draft",
-    )
+    why = f"a list of {count} numbers from 0 to 1 is expected, one for each draft"
+    yield not is_list or len(values) != count, name, why
     yield sorted(values, reverse=True) != values, name, "they rise; a draft is accepted only where all before it are"
 
 

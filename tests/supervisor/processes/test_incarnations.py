@@ -160,13 +160,18 @@ async def test_a_stopped_process_is_ended_too(seen: Seen) -> None:
     assert ended.code == -signal.SIGKILL, "it was not woken"
 
 
+def warm(seen: Seen) -> dict[Role, int]:
+    """The pids of those that wait for a place."""
+    return {child.identity.role: child.pid for child in seen.incarnations.standbys()}
+
+
 async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_later(seen: Seen) -> None:
     seen.incarnations.keep_warm([Role.WORKER], 100.0)
-    assert seen.incarnations.warm() == {}, "those that serve come first"
+    assert warm(seen) == {}, "those that serve come first"
     seen.incarnations.keep_warm([Role.WORKER], 100.0 + WARM_AFTER_S)
-    (pid,) = seen.incarnations.warm().values()
+    (pid,) = warm(seen).values()
     seen.incarnations.keep_warm([Role.WORKER], 200.0)
-    assert list(seen.incarnations.warm().values()) == [pid], "one is enough"
+    assert list(warm(seen).values()) == [pid], "one is enough"
     assert [child.loaded for child in seen.incarnations.standbys()] == [False]
     await asyncio.wait_for(born[0].is_loaded.wait(), LIMIT_S)
     assert [child.loaded for child in seen.incarnations.standbys()] == [True]
@@ -177,17 +182,17 @@ async def test_a_warm_standby_takes_any_place_of_its_role_and_another_is_loaded_
     assert await seen.next() == events.Exited(other, Incarnation(9), 7)
     now = asyncio.get_running_loop().time()
     seen.incarnations.keep_warm([Role.WORKER], now)
-    assert seen.incarnations.warm() == {}
+    assert warm(seen) == {}
     seen.incarnations.keep_warm([Role.WORKER], now + 2 * WARM_AFTER_S)
-    assert seen.incarnations.warm().keys() == {Role.WORKER}
+    assert warm(seen).keys() == {Role.WORKER}
 
 
 async def test_a_warm_standby_of_another_role_or_a_stopped_one_takes_no_place(seen: Seen) -> None:
     seen.incarnations.keep_warm([Role.SCHEDULER], 0.0)
     seen.incarnations.keep_warm([Role.SCHEDULER], WARM_AFTER_S)
-    (pid,) = seen.incarnations.warm().values()
+    (pid,) = warm(seen).values()
     seen.incarnations.spawn(WORKER, Incarnation(5))
-    assert seen.incarnations.warm() == {Role.SCHEDULER: pid}
+    assert warm(seen) == {Role.SCHEDULER: pid}
     os.kill(pid, signal.SIGSTOP)
     await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     scheduler = Identity(Role.SCHEDULER, 0)
@@ -198,13 +203,13 @@ async def test_a_warm_standby_of_another_role_or_a_stopped_one_takes_no_place(se
 async def test_warm_standbys_are_ended_when_what_they_loaded_is_old(seen: Seen) -> None:
     seen.incarnations.keep_warm([Role.WORKER], 0.0)
     seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S)
-    (pid,) = seen.incarnations.warm().values()
+    (pid,) = warm(seen).values()
     seen.incarnations.end_warm()
-    assert seen.incarnations.warm() == {}
+    assert warm(seen) == {}
     seen.incarnations.spawn(WORKER, Incarnation(5))
     assert seen.incarnations.pids()[WORKER] != pid
     seen.incarnations.keep_warm([Role.WORKER], asyncio.get_running_loop().time() + 1.0)
-    assert seen.incarnations.warm().keys() == {Role.WORKER}
+    assert warm(seen).keys() == {Role.WORKER}
 
 
 async def test_what_cannot_be_started_is_told_and_tried_again(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +233,8 @@ async def test_what_cannot_be_started_is_told_and_tried_again(seen: Seen, monkey
         assert seen.incarnations.of(WORKER) is None
     assert len(os.listdir("/proc/self/fd")) == before
     seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S + 1.0)
-    assert seen.incarnations.warm() == {}, "it is not tried again at once"
+    assert warm(seen) == {}, "it is not tried again at once"
     seen.incarnations.keep_warm([Role.WORKER], WARM_AFTER_S + WARM_AGAIN_S)
-    assert seen.incarnations.warm().keys() == {Role.WORKER}
+    assert warm(seen).keys() == {Role.WORKER}
     seen.incarnations.spawn(WORKER, Incarnation(6))
     assert seen.incarnations.pids().keys() == {WORKER}
