@@ -180,19 +180,8 @@ class Encoder:
 
     def render(self, prompt: ChatPrompt) -> str:
         template = self._template(prompt)
-        messages = [
-            self._message(message, template)
-            for message in msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
-        ]
-        tools = msgspec.json.decode(prompt.tools_json) if prompt.tools_json else None
-        extra = msgspec.json.decode(prompt.template_kwargs_json) if prompt.template_kwargs_json else {}
-        return template.render(
-            messages,
-            tools,
-            extra,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-        )
+        messages = msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
+        return template.render(prompt, [self._message(message, template) for message in messages])
 
     def _template(self, prompt: ChatPrompt) -> ChatTemplate:
         """The request's own, or its choice of the model's; else the one for tools where there are some."""

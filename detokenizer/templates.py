@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from meshlm.protocol.edges.text import ChatPrompt
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
@@ -80,28 +82,22 @@ class ChatTemplate:
         self.marks = any(call.identifier == _Generation.identifier for call in tree.find_all(nodes.ExtensionAttribute))
         self.tests_text = any(test.name == "string" for test in tree.find_all(nodes.Test))
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        extra: dict[str, Any],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-    ) -> str:
-        """The prompt's text. RequestError names `messages` when the template refuses them."""
-        if continue_final_message and add_generation_prompt:
+    def render(self, prompt: ChatPrompt, messages: list[dict[str, Any]]) -> str:
+        """The prompt's text, with its messages as this template expects them. RequestError names `messages` when it refuses them."""
+        if prompt.continue_final_message and prompt.add_generation_prompt:
             text = "continue_final_message and add_generation_prompt exclude each other"
             raise RequestError(ErrorKind.INVALID, text, "continue_final_message")
-        if continue_final_message:
+        if prompt.continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1] if messages else {})]
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        tools = msgspec.json.decode(prompt.tools_json) if prompt.tools_json else None
+        extra = msgspec.json.decode(prompt.template_kwargs_json) if prompt.template_kwargs_json else {}
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": prompt.add_generation_prompt}
         try:
             text = _joined(self._template.generate(**given, **{"documents": None, **self._special, **extra}))
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, AttributeError, ArithmeticError) as error:
             text = f"the chat template refuses these messages: {error}"
             raise RequestError(ErrorKind.INVALID, text, "messages") from None
-        return _cut_at_mark(text) if continue_final_message else text
+        return _cut_at_mark(text) if prompt.continue_final_message else text
 
     def spans(self, render: Callable[[], str]) -> tuple[str, list[tuple[int, int]]]:
         """The text of `render`, which calls this template's, and where `{% generation %}` begins and ends in it, in characters."""

@@ -16,12 +16,11 @@ MARKS = {State.OK: "ok", State.WARNING: "WARN", State.FAILED: "FAIL", State.SKIP
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "doctor",
-        help="check this machine, and say what to do",
-        description="Check the GPUs, drivers, libraries, limits, keys and folders that `meshlm serve` with the same flags would use. "
-        "Exit code 1 where something would not work; warnings are no failures.",
+    about = (
+        "Check the GPUs, drivers, libraries, limits, keys and folders that `meshlm serve` with the same flags would use. "
+        "Exit code 1 where something would not work; warnings are no failures."
     )
+    parser = commands.add_parser("doctor", help="check this machine, and say what to do", description=about)
     flags.add_flags(parser, from_file=True)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     without = "do not have processes talk over torch.distributed"

@@ -23,19 +23,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     collect = commands.add_parser("collect-env", help="print what a bug report needs")
     collect.set_defaults(run=run_collect_env)
 
-    keys = commands.add_parser(
-        "keys",
-        help="make the keys for a mesh of several nodes",
-        description="Make a new pair of keys; every node of the mesh needs a copy of the file (--key-file).",
-    )
+    about = "Make a new pair of keys; every node of the mesh needs a copy of the file (--key-file)."
+    keys = commands.add_parser("keys", help="make the keys for a mesh of several nodes", description=about)
     keys.add_argument("file", help="where to write it, mode 0600; must not exist")
     keys.set_defaults(run=run_keys)
 
-    completion = commands.add_parser(
-        "completion",
-        help="print a script that lets a shell complete commands and flags",
-        description="; ".join(f"{shell}: {how}" for shell, how in HOW.items()).replace("%", "%%"),
-    )
+    about = "; ".join(f"{shell}: {how}" for shell, how in HOW.items()).replace("%", "%%")
+    short = "print a script that lets a shell complete commands and flags"
+    completion = commands.add_parser("completion", help=short, description=about)
     completion.add_argument("shell", nargs="?", help=f"{', '.join(SHELLS)}; default: the one of $SHELL")
     completion.set_defaults(run=run_completion)
 

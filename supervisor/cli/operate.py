@@ -20,41 +20,25 @@ SIZES = ("max_concurrent_bytes",)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    restart = commands.add_parser(
-        "restart",
-        help="replace processes one by one, while the mesh serves",
-        description="Replace processes one by one, while the mesh serves. The supervisor itself is not replaced.",
-    )
-    restart.add_argument(
-        "what",
-        metavar="ROLE[/INDEX]",
-        nargs="?",
-        default="all",
-        help="frontend, detokenizer, coordinator, scheduler or worker, all of a role or one; default: all",
-    )
+    short = "replace processes one by one, while the mesh serves"
+    about = "Replace processes one by one, while the mesh serves. The supervisor itself is not replaced."
+    restart = commands.add_parser("restart", help=short, description=about)
+    what = "frontend, detokenizer, coordinator, scheduler or worker, all of a role or one; default: all"
+    restart.add_argument("what", metavar="ROLE[/INDEX]", nargs="?", default="all", help=what)
     status.add_mesh_choice(restart)
     restart.set_defaults(run=run_restart)
 
-    scale = commands.add_parser(
-        "scale",
-        help="change the number of ranks of a running mesh",
-        description="Add data-parallel ranks to a running mesh or take the last ones out, without losing a request.",
-    )
+    about = "Add data-parallel ranks to a running mesh or take the last ones out, without losing a request."
+    scale = commands.add_parser("scale", help="change the number of ranks of a running mesh", description=about)
     scale.add_argument("-dp", "--dp", "--data-parallel-size", dest="dp", type=int, required=True, help="ranks to have")
-    scale.add_argument(
-        "--drain-timeout",
-        type=float,
-        help="seconds for the requests that run on a rank that is removed; then they go on elsewhere (default: the mesh's)",
-    )
+    limit = "seconds for the requests that run on a rank that is removed; then they go on elsewhere "
+    scale.add_argument("--drain-timeout", type=float, help=f"{limit}(default: the mesh's)")
     scale.add_argument("--no-wait", action="store_true", help="return when the change has begun")
     status.add_mesh_choice(scale)
     scale.set_defaults(run=run_scale)
 
-    drain = commands.add_parser(
-        "drain",
-        help="take no new requests, wait for the running ones",
-        description="New requests get 503 and /ready says so, until --undo; returns when no request is open.",
-    )
+    about = "New requests get 503 and /ready says so, until --undo; returns when no request is open."
+    drain = commands.add_parser("drain", help="take no new requests, wait for the running ones", description=about)
     after = drain.add_mutually_exclusive_group()
     after.add_argument("--stop", action="store_true", help="then end the mesh")
     after.add_argument("--undo", action="store_true", help="take requests again")
@@ -62,11 +46,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     status.add_mesh_choice(drain)
     drain.set_defaults(run=run_drain)
 
-    change = commands.add_parser(
-        "set",
-        help="change the log level or limits of a running mesh",
-        description=f"Change a setting in all processes of a running mesh, until it ends: {known()}. Without any, print them.",
-    )
+    about = f"Change a setting in all processes of a running mesh, until it ends: {known()}. Without any, print them."
+    change = commands.add_parser("set", help="change the log level or limits of a running mesh", description=about)
     change.add_argument("name", nargs="?", help="as the flag of `meshlm serve`, with or without --")
     change.add_argument("value", nargs="?")
     change.add_argument("--json", action="store_true", help="machine-readable")

@@ -43,11 +43,8 @@ ALL_AT_ONCE = {**OFFLINE, "disable_log_requests": True, "retry_window": 600.0}  
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "run-batch",
-        help="answer a file of requests",
-        description="Answer OpenAI's batch files: JSON lines to JSON lines.",
-    )
+    about = "Answer OpenAI's batch files: JSON lines to JSON lines."
+    parser = commands.add_parser("run-batch", help="answer a file of requests", description=about)
     flags.add_flags(parser, from_file=True)
     parser.add_argument("-i", "--input-file", required=True, help="file of requests, or its http(s) address (GET)")
     parser.add_argument("-o", "--output-file", required=True, help="file for the answers, or its http(s) address (PUT)")

@@ -31,13 +31,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     description = "Serve a model to OpenAI-style HTTP clients."
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=description)
     flags.add_flags(parser, from_file=True)
-    parser.add_argument(
-        "--dry-run",
-        nargs="?",
-        const="text",
-        choices=("text", "json"),
-        help="start nothing: print the resolved configuration, the memory, and which processes would start; refuse what a start would",
-    )
+    dry = "start nothing: print the resolved configuration, the memory, and which processes would start; refuse what a start would"
+    parser.add_argument("--dry-run", nargs="?", const="text", choices=("text", "json"), help=dry)
 
 
 def run(arguments: argparse.Namespace) -> int:

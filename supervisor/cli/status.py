@@ -35,11 +35,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_mesh_choice(status)
     status.set_defaults(run=run_status)
 
-    logs = commands.add_parser(
-        "logs",
-        help="show and follow the logs of a running mesh",
-        description="Show the last log lines of the processes on this host, in order of time, with what they learned of each other.",
-    )
+    about = "Show the last log lines of the processes on this host, in order of time, with what they learned of others."
+    logs = commands.add_parser("logs", help="show and follow the logs of a running mesh", description=about)
     logs.add_argument("what", metavar="ROLE[/INDEX]", nargs="?", default="", help="these processes alone")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the mesh ends or Ctrl-C")
     logs.add_argument("-n", "--lines", type=int, default=100, help="lines of the past (default 100)")

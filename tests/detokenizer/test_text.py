@@ -215,7 +215,7 @@ def test_include_shows_the_stop_string() -> None:
 def test_template_error_names_messages() -> None:
     template = ChatTemplate("{{ raise_exception('no such role') }}", {})
     with pytest.raises(RequestError, match="no such role") as error:
-        template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)
+        template.render(ChatPrompt(b""), [])
     assert error.value.param == "messages"
 
 
@@ -223,14 +223,14 @@ def test_continue_final_message_cuts_after_it() -> None:
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     template = ChatTemplate(source, {})
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]
-    text = template.render(messages, None, {}, add_generation_prompt=False, continue_final_message=True)
+    text = template.render(ChatPrompt(b"", add_generation_prompt=False, continue_final_message=True), messages)
     assert text == "<user>x</s><assistant>Once upon"
 
 
 def test_sandbox_holds() -> None:
     template = ChatTemplate("{{ ''.__class__.__mro__ }}", {})
     with pytest.raises(RequestError):
-        template.render([], None, {}, add_generation_prompt=True, continue_final_message=False)
+        template.render(ChatPrompt(b""), [])
 
 
 SHOW = (
