@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 ROW_KEEPS = 1 - 1 / 32  # what a trial leaves of the earlier ones of its row and position: about 32 count
 RANK_KEEPS = 1 - 1 / 128  # ... and of all rows
-PRIOR_TRIALS = (
-    4.0  # of a row, for which the rank's mean counts; of a position of the rank, for which the one before counts
-)
+ROW_PRIOR = 4.0  # trials of a row for which the rank's mean counts ...
+RANK_PRIOR = 2.0  # ... and of a position of the rank for which the mean of the one before counts
 FIRST_MEAN = 0.8  # while nothing is known
 
 F64 = NDArray[np.float64]
@@ -42,11 +41,11 @@ class Acceptance:
         self._rank = self._rank * RANK_KEEPS ** tried.sum(axis=0) + news.sum(axis=1)
         mean = FIRST_MEAN
         for position, (trials, successes) in enumerate(self._rank.T.tolist()):
-            self._mean[position] = mean = (successes + PRIOR_TRIALS * mean) / (trials + PRIOR_TRIALS)
+            self._mean[position] = mean = (successes + RANK_PRIOR * mean) / (trials + RANK_PRIOR)
 
     def gains(self, rows: I64) -> F64:
         """float64[rows, max_drafts]: tokens that each further draft of a row is expected to give, the product of the acceptance of the
         positions up to its own."""
         trials, successes = self._counts.take(rows, axis=1)
-        estimates: F64 = (successes + PRIOR_TRIALS * self._mean) / (trials + PRIOR_TRIALS)
+        estimates: F64 = (successes + ROW_PRIOR * self._mean) / (trials + ROW_PRIOR)
         return estimates.cumprod(axis=1)

@@ -15,7 +15,7 @@ from meshlm.scheduler_proc.step_times import Curve, StepTimes, drafts_at, place_
 
 WORTH = 1.01  # drafts are made for so many times the tokens a second of none
 PROBE_SHARE = 0.005  # of the time, for each of the two kinds of probes
-PROBE_AFTER = 16  # steps without drafts, at least, before a row gets one to see
+PROBE_AFTER = 8  # steps without drafts, at least, before a row gets one to see
 
 
 class DraftBudget:
