@@ -137,7 +137,7 @@ def test_rows_whose_drafts_are_accepted_get_them() -> None:
     one.run(1000, late=False)
     bad, good = np.array(one.chosen[100:]).mean(axis=0).reshape(6, 2).T
     assert bad.max() < 0.1
-    assert good.min() > 2.5
+    assert good.min() > 1.5
 
 
 def test_full_numbers_while_nothing_is_known() -> None:
