@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from msgspec.structs import replace
+from quantised_models import Quantised, compressed, quantised
 from safetensors.torch import load_file, save_file
 from sharded_models import Threads, load_shards, shards, together
 from small_models import BLOCK, CLASSIC, CPU, DEEPSEEK, SMALL, batch_of, caches, load, resolved
@@ -24,7 +25,7 @@ from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.models.cpu_layers import fuse_decoder
-from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.models.decoder import Decoder, linears_of
 from meshlm.workers.models.drafters import StateDrafter
 from meshlm.workers.weights.load import load_model, weight_bytes
 
@@ -176,6 +177,39 @@ def test_mtp_on_two_ranks(tmp_path: Path) -> None:
 
     for found in together(load_shards(tmp_path, 2, 1), work):
         torch.testing.assert_close(found, expected_of(given, tokens), atol=2e-5, rtol=1e-4)
+
+
+def test_mtp_in_8_bits_by_blocks(tmp_path: Path) -> None:
+    """As the target's layers, which quantization_config names no more than this one; eh_proj is stored in full."""
+    import transformers
+
+    own = written(tmp_path, "deepseek-v3").own
+    form = Quantised(compressed({"strategy": "block", "block_structure": [16, 4]}, None), "block", "none", (16, 4))
+    file, plain = tmp_path / "model.safetensors", tmp_path / "plain"
+    meant, stored = load_file(file), {}
+    for name, values in meant.items():
+        stored[name] = values
+        in_full = ("mlp.gate.weight", "eh_proj.weight", "embed_tokens.weight", "head.weight")
+        if values.dim() == 2 and ".layers." in name and not name.endswith(in_full):
+            codes, scale, meant[name] = quantised(values, form)
+            stored[name], stored[f"{name}_scale"] = codes, scale.clone()
+    config = json.loads((tmp_path / "config.json").read_text())
+    plain.mkdir()
+    copies = ("embed_tokens.weight", "shared_head.head.weight", *own)
+    drop = {f"model.layers.3.{name}" for name in copies}
+    of_theirs = {name: tensor for name, tensor in meant.items() if name not in drop}
+    save_file(of_theirs, plain / "model.safetensors", {"format": "pt"})
+    (plain / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(plain, attn_implementation="eager").eval()
+    save_file(stored, file, {"format": "pt"})
+    change(tmp_path, quantization_config=form.config)
+    tokens = torch.randint(0, 211, (21,)).tolist()
+    target, drafter = load(tmp_path), loaded(drafter_of(tmp_path))
+    formats = {type(linear.format) for linear in linears_of(drafter)}
+    assert len(formats) == 2, "eh_proj has another one"
+    drafter.share(target)
+    expected = expected_of(Checkpoint(theirs, own), tokens)
+    torch.testing.assert_close(drafted(target, drafter, tokens), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_what_the_target_has_is_not_loaded_again(tmp_path: Path) -> None:
