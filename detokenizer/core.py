@@ -174,9 +174,8 @@ class Detokenizer:
                 Send(frontend, Rejected(tuple(s.frontend_handle for s in mine), error.kind, error.message, error.param))
                 for frontend, mine in _by_frontend(requests).items()
             ]
-        effects: list[Effect] = [
-            Send(frontend, replies.accepted(mine, prompt, self.table)) for frontend, mine in _by_frontend(now).items()
-        ]
+        accepted = {to: replies.accepted(mine, prompt, self.table) for to, mine in _by_frontend(now).items()}
+        effects: list[Effect] = [Send(frontend, message) for frontend, message in accepted.items()]
         encode_s = self.journal.now - requests[0].submitted_at
         self.counts.histograms["request_encode_time_seconds"].observe(encode_s)
         banned = producible(event.bad_words, self.vocab_size)

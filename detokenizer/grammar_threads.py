@@ -42,14 +42,12 @@ class GrammarSandbox:
     """`translate` for a model, in children of this process."""
 
     def __init__(self, resolved: Resolved, log_failure: Callable[[str], None]) -> None:
-        self._sandbox = sandbox = Sandbox(
-            "meshlm.detokenizer.grammar_child", GrammarChild.argument(resolved), "grammars"
-        )
-        self._lanes = Lanes(sandbox, LIMITS)
+        self._sandbox = Sandbox("meshlm.detokenizer.grammar_child", GrammarChild.argument(resolved), "grammars")
+        self._lanes = Lanes(self._sandbox, LIMITS)
         self._log_failure = log_failure
         self.num_threads = self._lanes.num_threads  # that should call `translate`
-        self.start = sandbox.start  # loads the vocabulary, in another process, before the first grammar comes
-        self.close = sandbox.close
+        self.start = self._sandbox.start  # loads the vocabulary, in another process, before the first grammar comes
+        self.close = self._sandbox.close
 
     def translate(self, grammar: Grammar) -> tuple[str, str]:
         try:

@@ -75,27 +75,19 @@ class Questions:
         assert self.num_bytes == sum(one.num_bytes for queue in self._queues for one in queue.values())
 
 
-class _Model(NamedTuple):
-    """What answers are made with, once it is loaded."""
-
-    encoder: Encoder
-    core: Detokenizer
-    in_loop: Callable[..., None]
-
-
 class QuestionThread:
     """`log_failure` is called for what no client's text alone should have been able to raise."""
 
     def __init__(self, send: Callable[[Identity, Reply], None], log_failure: Callable[[str], None]) -> None:
         self._send, self._log_failure = send, log_failure
         self._waiting = Questions()
-        self._model: _Model | None = None
+        self._model: tuple[Encoder, Detokenizer] | None = None  # once it is loaded
         self._is_busy = False
         self._thread = ThreadPoolExecutor(1, "question")
 
     def begin(self, encoder: Encoder, core: Detokenizer, in_loop: Callable[..., None]) -> None:
         """Answer from now on, also what came before. in_loop: calls a function in the loop, from any thread."""
-        self._model = _Model(encoder, core, in_loop)
+        self._model, self._in_loop = (encoder, core), in_loop
         self._next()
 
     def ask(self, sender: Identity, message: Tokenize | Detokenize) -> None:
@@ -112,20 +104,20 @@ class QuestionThread:
     def _next(self) -> None:
         if not self._is_busy and self._model is not None and (question := self._waiting.next_question()) is not None:
             self._is_busy = True
-            self._thread.submit(self._answer, question, self._model)
+            self._thread.submit(self._answer, question, *self._model)
 
-    def _answer(self, question: Question, model: _Model) -> None:
+    def _answer(self, question: Question, encoder: Encoder, core: Detokenizer) -> None:
         """Called in the thread."""
-        core, message = model.core, question.message
+        message = question.message
         reply: Reply
         try:
             with in_hand.hold(in_hand.question_name(question.sender, message.handle)):
-                reply = replies.answer(message, model.encoder, core.table, core.vocab_size, core.max_model_len)
+                reply = replies.answer(message, encoder, core.table, core.vocab_size, core.max_model_len)
         except BaseException as error:  # a panic of the tokenizer's is no Exception; the client waits for an answer
             self._log_failure("the tokenizer failed")
             kind = TokenizeReply if isinstance(message, Tokenize) else DetokenizeReply
             reply = kind(message.handle, error=f"the text cannot be tokenized: {error}", param="prompt")
-        model.in_loop(self._answered, question.sender, reply)
+        self._in_loop(self._answered, question.sender, reply)
 
     def _answered(self, to: Identity, reply: Reply) -> None:
         self._is_busy = False

@@ -17,7 +17,16 @@ from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
 from meshlm.supervisor.api.metrics import Metric
-from meshlm.supervisor.api.offline_prompts import Asked, Given, Prompts, Sizes, many, of_generate, of_tokenization
+from meshlm.supervisor.api.offline_prompts import (
+    Asked,
+    Given,
+    Prompts,
+    Sizes,
+    Texts,
+    many,
+    of_generate,
+    of_tokenization,
+)
 from meshlm.supervisor.api.operations import Operator
 from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
@@ -26,9 +35,8 @@ from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.vectors import (
     ClassificationOutput,
     EmbeddingOutput,
-    ManyPoolingParams,
+    ManyParams,
     PoolingRequestOutput,
-    Texts,
     Vectors,
 )
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
@@ -219,14 +227,14 @@ class LLM:
     def embeds_sizes(self) -> Sizes | None:
         """The sizes of a prompt of vectors, where it may be one."""
         takes, spec = self._config.server.enable_prompt_embeds, self._resolved.spec
-        return Sizes(spec.hidden_size, spec.vocab_size) if takes else None
+        return (spec.hidden_size, spec.vocab_size) if takes else None
 
     @property
     def max_model_len(self) -> int:
         """Tokens of prompt and output together are at most this."""
         return self._resolved.max_model_len
 
-    def encode(self, prompts: Prompts, pooling_params: ManyPoolingParams = None, **options: Any) -> list[Any]:
+    def encode(self, prompts: Prompts, pooling_params: ManyParams = None, **options: Any) -> list[Any]:
         """With runner="pooling" what `pooling_task` asks for, as PoolingRequestOutputs. Else token ids of texts, list[list[int]]."""
         if self._vectors.serves:
             return self._vectors.encode(prompts, pooling_params, **options)

@@ -13,6 +13,8 @@ from meshlm.runtime import tensor_files
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
 Prompts = OnePrompt | Sequence[OnePrompt]
+Texts = str | Sequence[str]
+Sizes = tuple[int, int]  # hidden_size and vocab_size, against which a prompt of vectors is checked
 NOT_SUPPORTED = {
     **dict.fromkeys(("multi_modal_uuids", "mm_processor_kwargs"), "images and video are not supported"),
     "prompt_is_token_ids": "a prompt is text, token ids or vectors",
@@ -40,13 +42,6 @@ def many(prompts: Any) -> list[Any]:
     """One prompt or several, as a list."""
     single = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     return [prompts] if single else list(prompts)
-
-
-class Sizes(NamedTuple):
-    """The numbers of the model that a prompt of vectors is checked against."""
-
-    hidden_size: int
-    vocab_size: int
 
 
 def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | None = None) -> Given:

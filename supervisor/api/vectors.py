@@ -24,7 +24,7 @@ from meshlm.runtime.similarity import cosine, lines_of, max_sim, of_tokens
 from meshlm.supervisor.api.arguments import refuse
 from meshlm.supervisor.api.background import Background, Bar, progress_bar, unless_ended
 from meshlm.supervisor.api.client import Sent, name_of
-from meshlm.supervisor.api.offline_prompts import Given, many, of_generate, of_tokenization
+from meshlm.supervisor.api.offline_prompts import Given, Texts, many, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ class PoolingParams:
     task: PoolingTask | None = None
 
 
-ManyPoolingParams = PoolingParams | Sequence[PoolingParams] | None
-Texts = str | Sequence[str]
+ManyParams = PoolingParams | Sequence[PoolingParams] | None
 
 
 @dataclass(repr=False)
@@ -151,7 +150,7 @@ class Vectors:
     def encode(
         self,
         prompts: Any,
-        pooling_params: ManyPoolingParams = None,
+        pooling_params: ManyParams = None,
         *,
         use_tqdm: Bar = True,
         lora_request: None = None,
@@ -211,11 +210,7 @@ class Vectors:
         return scores_of(found, pools[0][0], indices, first)
 
     def _asked(
-        self,
-        prompts: Any,
-        params: ManyPoolingParams,
-        task: PoolingTask | None,
-        tokenization_kwargs: Mapping[str, Any] | None,
+        self, prompts: Any, params: ManyParams, task: PoolingTask | None, tokenization_kwargs: Mapping[str, Any] | None
     ) -> tuple[Iterator[Sent], list[Pool]]:
         """What the mesh is asked for these prompts, and what is made of each."""
         items = many(prompts)
@@ -224,7 +219,7 @@ class Vectors:
         return self._submits(given, pools), [pool for pool, _ in pools]
 
     def _pools(
-        self, task: PoolingTask, params: ManyPoolingParams, count: int, tokenization_kwargs: Mapping[str, Any] | None
+        self, task: PoolingTask, params: ManyParams, count: int, tokenization_kwargs: Mapping[str, Any] | None
     ) -> tuple[list[tuple[Pool, PoolingParams]], dict[str, Any]]:
         """The task of each prompt, and options for its tokens."""
         options, keep = of_tokenization(tokenization_kwargs)

@@ -43,13 +43,12 @@ def summed_up(before: Counts | None, after: Counts | None) -> dict[str, Any]:
     drafts, tokens, accepted = (grown.get((name, -1), 0) for name in names)
     if drafts <= 0 or tokens <= 0:
         return {}
+    rates = [grown[key] / drafts for key in sorted(grown) if key[0] == PER_POSITION]
     return {
         "spec_decode_acceptance_rate": 100 * accepted / tokens,
         "spec_decode_acceptance_length": 1 + accepted / drafts,
         "spec_decode_num_drafts": drafts,
         "spec_decode_draft_tokens": tokens,
         "spec_decode_accepted_tokens": accepted,
-        "spec_decode_per_position_acceptance_rates": [
-            grown[key] / drafts for key in sorted(grown) if key[0] == PER_POSITION
-        ],
+        "spec_decode_per_position_acceptance_rates": rates,
     }

@@ -155,7 +155,7 @@ class Rolling:
         return [Outcome(text), *self._dismiss(step, step.spare, now)]
 
     def _dismiss(self, step: Step, spare: Identity, now: float) -> list[Effect]:
-        self._enter(step, Stage.SPARE_LEAVES, now)
+        step.stage, step.since = Stage.SPARE_LEAVES, now
         self.group.processes[spare].state = State.STOPPING
         return [Say(f"{spare}: finishing its connections"), AskToLeave(spare)]
 
@@ -200,15 +200,15 @@ class Rolling:
         match step.stage:
             case Stage.PREPARING:
                 if states & {State.BACKOFF, State.STARTING}:
-                    self._enter(step, Stage.STARTING, now)  # it died meanwhile, and has a new incarnation already
+                    step.stage, step.since = Stage.STARTING, now  # it died meanwhile, and has a new incarnation already
                 elif self._successor_is_there(step):
                     return self._let_leave(step, now)
             case Stage.LEAVING if State.STOPPING not in states:
-                self._enter(step, Stage.STARTING, now)
+                step.stage, step.since = Stage.STARTING, now
             case Stage.STARTING if states == {State.READY}:
                 return self._end(step, now)
             case Stage.SPARE_LEAVES if step.spare is None:
-                self._enter(step, Stage.SETTLING, now)
+                step.stage, step.since = Stage.SETTLING, now
             case Stage.SETTLING if now - step.since >= SETTLE_S:
                 self._step = None
                 return self._go_on(now) if self._queue else [] if step.failed else [Outcome()]
@@ -219,15 +219,12 @@ class Rolling:
             return self.group.processes[step.spare].state is State.READY
         return step.prepared.issuperset(step.members)
 
-    def _enter(self, step: Step, stage: Stage, now: float) -> None:
-        step.stage, step.since = stage, now
-
     def _begin(self, identity: Identity, now: float) -> list[Effect]:
         self._step = step = Step(self._with_mates(identity), Stage.PREPARING, now, now)
         self._queue = deque(other for other in self._queue if other not in step.members)
         for process in (self.group.processes[member] for member in step.members):
             if process.state is not State.READY:
-                self._enter(step, Stage.STARTING, now)
+                step.stage, step.since = Stage.STARTING, now
                 return [Say(f"{process.identity}: is {process.state.value} already")]
         if identity.role is not Role.FRONTEND:
             whose = "its successor" if len(step.members) == 1 else "their successors"
@@ -248,7 +245,7 @@ class Rolling:
         return tuple(other for other in workers if other.index // self._workers_per_rank == rank)
 
     def _let_leave(self, step: Step, now: float) -> list[Effect]:
-        self._enter(step, Stage.LEAVING, now)
+        step.stage, step.since = Stage.LEAVING, now
         for member in step.members:
             self.group.processes[member].state = State.STOPPING
         what = "finishing its connections" if step.members[0].role is Role.FRONTEND else "ending"
@@ -257,7 +254,7 @@ class Rolling:
     def _end(self, step: Step, now: float) -> list[Effect]:
         said: list[Effect] = [Say(f"{step}: replaced, ready after {now - step.began_at:.1f} s")]
         if step.spare is None:
-            self._enter(step, Stage.SETTLING, now)
+            step.stage, step.since = Stage.SETTLING, now
             return said
         return [*said, *self._dismiss(step, step.spare, now)]
 

@@ -94,8 +94,7 @@ def _own(config: MeshConfig, host: str, sent: dict[str, int]) -> ProcessStatus:
 
 
 def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | None, end: str) -> ProcessStatus:
-    if not pid:
-        beat = None  # it is gone
+    beat = beat if pid else None  # it is gone
     return ProcessStatus(
         role=process.identity.role.value,
         index=process.identity.index,

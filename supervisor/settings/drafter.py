@@ -52,9 +52,8 @@ def _of_its_own(resolved: Resolved) -> Resolved:
     flag, family = f"{speculative.FLAG}: method mtp", family_of(resolved.spec.architecture)
     assert family is not None
     if resolved.load_format in ("gguf", "sharded_state"):
-        raise UsageError(
-            f"{flag}: layers that draft are not read from {resolved.load_format}; give the folder of the model"
-        )
+        why = f"layers that draft are not read from {resolved.load_format}; give the folder of the model"
+        raise UsageError(f"{flag}: {why}")
     with raised_as(UsageError, ValueError, of=flag):
         return replace(resolved, spec=nextn_spec(resolved.spec, family))
 

@@ -63,9 +63,8 @@ RULES = (
         lambda config, _: config.experts.enable_expert_parallel and config.parallel.data_parallel_size > 1,
         "--enable-expert-parallel with --data-parallel-size 2 or more",
     ),
-    Rule(
-        ("dbo_decode_token_threshold", "dbo_prefill_token_threshold"), lambda c, _: c.experts.enable_dbo, "--enable-dbo"
-    ),
+    Rule(("dbo_decode_token_threshold",), lambda c, _: c.experts.enable_dbo, "--enable-dbo"),
+    Rule(("dbo_prefill_token_threshold",), lambda c, _: c.experts.enable_dbo, "--enable-dbo"),
     Rule(("master_addr", "master_port"), lambda config, _: config.parallel.nnodes > 1, "--nnodes 2 or more"),
     Rule(("mesh_port_range", "advertise_host", "key_file", "peer_timeout"), _has_nodes, "--listen and --join"),
     Rule(

@@ -28,18 +28,10 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError, raised_as
-from meshlm.supervisor.settings import (
-    compilation,
-    flag_rules,
-    notes,
-    parallel,
-    placement,
-    quantization,
-    speculative,
-    vectors,
-)
+from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization, speculative
 from meshlm.supervisor.settings.drafter import with_drafter
 from meshlm.supervisor.settings.rules import check
+from meshlm.supervisor.settings.vectors import head_tokens, pooling_of
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
@@ -55,7 +47,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         raise UsageError(f"{files.path}: {family.architecture} drafts for another; it is a model of {speculative.FLAG}")
     with raised_as(UsageError, plugins.PluginError):
         platform = _platform(config.worker.device)
-    pooling = vectors.pooling_of(config, files)
+    pooling = pooling_of(config, files)
     pools = pooling is not None
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
@@ -70,8 +62,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
-    for note in notes.of_rotation(files.spec, max_model_len):
-        print(f"meshlm: {note}", file=sys.stderr)
+    said += notes.of_rotation(files.spec, max_model_len)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
@@ -132,7 +123,7 @@ def _read_files(config: MeshConfig) -> tuple[model_files.ModelFiles, generation_
         _check_parsers(config.server)
         _check_structured_outputs(config.server)
         check(flag_rules.names(config))
-        files = model_files.resolve_model(config.model, vectors.head_tokens(config))
+        files = model_files.resolve_model(config.model, head_tokens(config))
         files = quantization.as_asked(config, files)
         named, overriding = config.model.generation_config, config.model.override_generation_config
         generation = generation_config.chosen(files.generation, named, overriding)

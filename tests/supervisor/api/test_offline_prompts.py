@@ -8,7 +8,7 @@ from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, TextPrompt, TokenPrompt
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import pack_i32
-from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, Sizes, many, of_generate, of_tokenization
+from meshlm.supervisor.api.offline_prompts import NOT_SUPPORTED, Given, many, of_generate, of_tokenization
 from meshlm.supervisor.api.tokenizer import chat_prompt
 
 
@@ -64,7 +64,7 @@ def test_what_is_no_prompt(item: object, said: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_vectors(dtype: torch.dtype) -> None:
     rows = torch.randn(6, 8).to(dtype)
-    sizes = Sizes(8, 100)
+    sizes = (8, 100)
     given = of_generate({"prompt_embeds": rows[None, 1:], "prompt": "a", "cache_salt": "s"}, sizes=sizes)
     assert (given.text, given.cache_salt) == ("a", "s")
     assert isinstance(given.prompt, MediaPrompt)
@@ -87,7 +87,7 @@ def test_vectors(dtype: torch.dtype) -> None:
 )
 def test_what_are_no_vectors(value: object, said: str) -> None:
     with pytest.raises(ValueError, match=f"'prompt_embeds': .*{said}"):
-        of_generate({"prompt_embeds": value}, sizes=Sizes(8, 100))
+        of_generate({"prompt_embeds": value}, sizes=(8, 100))
     with pytest.raises(ValueError, match="enable_prompt_embeds"):
         of_generate({"prompt_embeds": value})
 
