@@ -105,10 +105,8 @@ class SchemaReader:
             one, depth = waiting.pop()
             one = self._resolved(one)
             said = one.keys() - SAYS_NOTHING if isinstance(one, Mapping) else set[str]()
-            inner = (
-                _list(one[next(iter(said))]) if len(said) == 1 and said <= set(_COMBINED) and depth < MAX_DEPTH else []
-            )
-            if inner:
+            is_choice = len(said) == 1 and said <= set(_COMBINED) and depth < MAX_DEPTH
+            if is_choice and (inner := _list(one[next(iter(said))])):
                 waiting += [(branch, depth + 1) for branch in reversed(inner)]
             else:
                 found.append(one)
@@ -164,9 +162,8 @@ class SchemaReader:
         for one in _list(schema.get("allOf")):
             found.append(self._property(one, name, above, declared=declared))
         for keyword in _COMBINED:
-            found.append(
-                _any_of(self._property(one, name, above, declared=declared) for one in _list(schema.get(keyword)))
-            )
+            options = _list(schema.get(keyword))
+            found.append(_any_of(self._property(one, name, above, declared=declared) for one in options))
         dependent = schema.get("dependentSchemas")
         conditional = [*(schema.get(keyword) for keyword in _CONDITIONAL), *_values(dependent)]
         found.append(_any_of(self._property(one, name, above, declared=declared) for one in conditional))

@@ -215,9 +215,8 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
 
 def _known(name: str) -> _Name:
     if name not in STORAGES and name not in (TENSOR, PARAMETER, HOOKS):
-        raise NotATensor(
-            f"its pickle names {name.replace(' ', '.')[:80]}; a tensor of float32, float16 or bfloat16 is taken"
-        )
+        shown = name.replace(" ", ".")[:80]
+        raise NotATensor(f"its pickle names {shown}; a tensor of float32, float16 or bfloat16 is taken")
     return _Name(name)
 
 

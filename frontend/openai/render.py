@@ -24,9 +24,8 @@ def completion_alone(parsed_request: ParsedRequest, ids: list[int], model: str, 
     """The fields of a completion that asks for one of the request's sequences behind these ids; but for its seed."""
     room, most = context - len(ids), parsed_request.mesh.max_tokens
     sampling = {**_sampling(parsed_request), "n": 1, "max_tokens": room if most is None else min(most, room)}
-    given = {
-        {"extra_args": "vllm_xargs"}.get(name, name): value for name, value in sampling.items() if name != "timeout"
-    }
+    other = {"extra_args": "vllm_xargs"}
+    given = {other.get(name, name): value for name, value in sampling.items() if name != "timeout"}
     return {**msgspec.to_builtins(given), "model": model, "prompt": ids, "return_token_ids": True}
 
 

@@ -42,16 +42,13 @@ def _token_entry(token: TokenLogprob) -> Json:
 def chat_logprobs(positions: Sequence[PositionLogprobs], *, has_sampled: bool) -> Json:
     """choices[].logprobs of a chat answer. has_sampled: top_logprobs begin with the token itself where it is not one of them."""
 
-    def top(position: PositionLogprobs) -> tuple[TokenLogprob, ...]:
-        if not has_sampled or any(token.token_id == position.token.token_id for token in position.top):
-            return position.top
-        return position.token, *position.top
+    def entry(position: PositionLogprobs) -> Json:
+        token, top = position.token, position.top
+        if has_sampled and all(one.token_id != token.token_id for one in top):
+            top = token, *top
+        return {**_token_entry(token), "top_logprobs": [_token_entry(one) for one in top]}
 
-    return {
-        "content": [
-            {**_token_entry(p.token), "top_logprobs": [_token_entry(token) for token in top(p)]} for p in positions
-        ]
-    }
+    return {"content": [entry(position) for position in positions]}
 
 
 def completion_logprobs(positions: Sequence[PositionLogprobs], offset: int, num_top: int) -> Json:

@@ -97,9 +97,7 @@ class SamplingFields(Samplers, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: Salt | None = None
-    num_speculative_tokens: NumDrafts | None = (
-        None  # drafted in a step, at most; the answer is the same with any number
-    )
+    num_speculative_tokens: NumDrafts | None = None  # drafted in a step, at most; changes no answer
 
 
 class Common(SamplingFields, frozen=True, kw_only=True):

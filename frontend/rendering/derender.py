@@ -102,13 +102,8 @@ class DerenderedResponse(WholeResponse):
     ) -> None:
         """One choice comes."""
         parsed_request, ids = self.parsed_request, array("i", entry.token_ids or [])
-        choice = Choice(
-            self,
-            len(self.choices),
-            prompt_index,
-            Submit((), (), parsed_request.mesh.prompts[0], parsed_request.mesh.sampling),
-            Handle(0),
-        )
+        submit = Submit((), (), parsed_request.mesh.prompts[0], parsed_request.mesh.sampling)
+        choice = Choice(self, len(self.choices), prompt_index, submit, Handle(0))
         self.choices.append(choice)
         self.accepted(choice, Accepted((), num_prompt))
         num_chars = unpack_i32(reply.num_chars).tolist()

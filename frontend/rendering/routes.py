@@ -136,9 +136,8 @@ class Rendering:
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
         name = found[0].request_id or f"{'chatcmpl-' if parsed_request.answer.is_chat else 'cmpl-'}{uuid.uuid4().hex}"
         served = self._reader.check_model(model)
-        answer = derender.DerenderedResponse(
-            AnswerHead(parsed_request, name, int(time.time()), served, lambda: None), found
-        )
+        head = AnswerHead(parsed_request, name, int(time.time()), served, lambda: None)
+        answer = derender.DerenderedResponse(head, found)
         texts: derender.Texts = {}
         if needed := derender.named_ids(found):
             each = Detokenize(self._backend.requests.new_handle(), pack_i32(needed), each=True)
@@ -173,9 +172,8 @@ class Rendering:
         model = self._reader.check_model(body.model)
         asked, more = bodies.converted(tokens.completion_of(body), CompletionRequest)
         server, resolved = self._backend.config.server, self._backend.resolved
-        parsed_request = parse.completion(
-            asked, (*unknown, *(f"sampling_params.{name}" for name in more)), resolved, server
-        )
+        unknown = (*unknown, *(f"sampling_params.{name}" for name in more))
+        parsed_request = parse.completion(asked, unknown, resolved, server)
         if body.sampling_params.get("max_tokens") is None:
             parsed_request = parsed_request.with_mesh(max_tokens=None)
         return ReadRequest(parsed_request, model, self._reader.idempotency_key(request, raw))

@@ -95,9 +95,8 @@ class RequestReader:
 
     def completion(self, request: Request, raw: bytes) -> ReadRequest:
         resolved, server = self._backend.resolved, self._backend.config.server
-        body, unknown = bodies.decode(
-            raw, CompletionRequest, partial(limits.check_raw, resolved=resolved), self.longest
-        )
+        check = partial(limits.check_raw, resolved=resolved)
+        body, unknown = bodies.decode(raw, CompletionRequest, check, self.longest)
         model = self.check_model(body.model)
         parsed_request = parse.completion(body, unknown, resolved, server)
         return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))

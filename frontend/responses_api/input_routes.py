@@ -73,9 +73,8 @@ class CompactionFormat(TurnFormat):
         }
         usage = msgspec.convert(usage_of(turn), schema.ResponsesUsage)
         output = [*items.stored(of_user, turn.request_id), compaction]
-        return msgspec.json.encode(
-            CompactedResponse(turn.request_id, "response.compaction", turn.created, output, usage)
-        )
+        answer = CompactedResponse(turn.request_id, "response.compaction", turn.created, output, usage)
+        return msgspec.json.encode(answer)
 
 
 class InputRoutes:

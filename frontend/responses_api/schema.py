@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, defstruct
 
 from meshlm.frontend.http.answer_fields import ANSWER, PROMPT
 from meshlm.frontend.openai.schema import Count, ReasoningEffort, RequestName, SamplingFields, StreamOptions, Verbosity
@@ -120,11 +120,6 @@ class InputTokensRequest(Input, frozen=True, kw_only=True):
     text: Text | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: Json | None = None
-
-
-class InputTokensResponse(Struct, frozen=True):
-    object: Literal["response.input_tokens"]
-    input_tokens: int
 
 
 class OutputTokenLogprob(Struct, frozen=True):
@@ -279,18 +274,6 @@ class ConversationResponse(Struct, frozen=True):
     metadata: dict[str, str]
 
 
-class DeletedConversation(Struct, frozen=True):
-    id: str
-    object: Literal["conversation.deleted"]
-    deleted: bool
-
-
-class DeletedResponse(Struct, frozen=True):
-    id: str
-    object: Literal["response"]
-    deleted: bool
-
-
 class InputItems(Struct, frozen=True):
     """Messages, calls and results as they were sent, each with an id."""
 
@@ -299,3 +282,10 @@ class InputItems(Struct, frozen=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+_COUNTED = [("object", Literal["response.input_tokens"]), ("input_tokens", int)]
+InputTokensResponse = defstruct("InputTokensResponse", _COUNTED)
+_GONE = [("id", str), ("deleted", bool)]
+DeletedConversation = defstruct("DeletedConversation", [*_GONE, ("object", Literal["conversation.deleted"])])
+DeletedResponse = defstruct("DeletedResponse", [*_GONE, ("object", Literal["response"])])

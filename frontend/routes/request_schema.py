@@ -185,9 +185,8 @@ def _formats() -> list[Json]:
         {"type": {"const": "regex"}, "value": _STRING},
         {"type": {"const": "grammar"}, "grammar": _STRING},
     ]
-    plain = [
-        _object(["type"], {"type": {"const": kind}}, additionalProperties=_NULL) for kind in ("text", "json_object")
-    ]
+    alone = ("text", "json_object")
+    plain = [_object(["type"], {"type": {"const": kind}}, additionalProperties=_NULL) for kind in alone]
     return plain + [_object(kind, kind) for kind in kinds]
 
 

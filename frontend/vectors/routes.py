@@ -191,9 +191,7 @@ class Processed:
             raise HttpError.of_kind(ErrorKind.INTERNAL, text) from None
 
 
-def read_data(
-    raw: bytes, processor: IOProcessor | None, read_vectors: Callable[[bytes], Asked]
-) -> tuple[Asked, Processed]:
+def read_data(raw: bytes, processor: IOProcessor | None, read: Callable[[bytes], Asked]) -> tuple[Asked, Processed]:
     """The body as the plug-in has it; called in a thread. HttpError."""
     if processor is None:
         raise field_error("data", "the server was started without --io-processor-plugin; send input or messages")
@@ -209,5 +207,5 @@ def read_data(
         raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
     for name in ("input", "messages", "softmax"):
         fields.pop(name, None)
-    asked = read_vectors(msgspec.json.encode({**fields, "input": prompts}))
+    asked = read(msgspec.json.encode({**fields, "input": prompts}))
     return asked, Processed(processor)

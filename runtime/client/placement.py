@@ -43,9 +43,7 @@ class Choice:
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     # The log-probabilities of token_ids; kept only with a Retry, for its detokenizer's next incarnation.
     logprobs: list[PositionLogprobs] = field(default_factory=list)
-    affixes: tuple[bytes, bytes] | None = (
-        None  # its sink's: what stands around the text, where that alone makes a chunk
-    )
+    affixes: tuple[bytes, bytes] | None = None  # its sink's: what stands around a text that alone makes a chunk
     finished: Finished | None = None
     first: First | None = None  # what came with its first token
     engine: str = ""  # the rank that computes it, as clients know it; empty before its first token

@@ -314,9 +314,8 @@ class RequestTracker:
 
     def _details(self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None) -> RowDetails:
         """The details of this row beside tokens and text; the choice keeps those that outlast the row."""
-        details = RowDetails(
-            finished, message.logprobs.get(row), message.prompt_logprobs.get(row), message.first.get(row)
-        )
+        logprobs, first = message.logprobs.get(row), message.first.get(row)
+        details = RowDetails(finished, logprobs, message.prompt_logprobs.get(row), first)
         if details.first is not None:
             choice.engine = str(details.first.dp_rank)
         if details.logprobs is not None and choice.submit.retry is not None:

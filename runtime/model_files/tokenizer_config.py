@@ -69,9 +69,8 @@ def read(folder: Path) -> TokenizerConfig:
         for file in files:
             content = _optional(file)
             special |= {name: _special(content[name]) for name in NAMES if content.get(name)}
-            extra |= {
-                name: [_special(token) for token in _several(content[name])] for name in _EXTRA if name in content
-            }
+            more = {name: _several(content[name]) for name in _EXTRA if name in content}
+            extra |= {name: [_special(token) for token in tokens] for name, tokens in more.items()}
         rest = [*special.values(), *(token for tokens in extra.values() for token in tokens)]
         if "added_tokens_decoder" not in config:
             file, known = folder / "added_tokens.json", {token.content for token in rest}

@@ -44,9 +44,8 @@ def too_many(deaths: tuple[Death, ...], most: int = MAX_DEATHS) -> str:
     if recent >= most:
         return f"given up: its {last.role.value} died {recent} times within {WINDOW_S:.0f} s, each time before the next token"
     if len(deaths) >= MAX_SLOW_DEATHS:
-        return (
-            f"given up after {len(deaths)} deaths of processes that had it within an hour, each before the next token"
-        )
+        count = len(deaths)
+        return f"given up after {count} deaths of processes that had it within an hour, each before the next token"
     return ""
 
 
@@ -54,9 +53,8 @@ def poison(role: Role, num_in_hand: int) -> str:
     """Why a request is refused that so many processes, the last of this role, had in hand when they died; "" when it is not."""
     if num_in_hand < MAX_IN_HAND:
         return ""
-    return (
-        f"refused: processes died {num_in_hand} times while they worked on this request, the last time its {role.value}"
-    )
+    last = role.value
+    return f"refused: processes died {num_in_hand} times while they worked on this request, the last time its {last}"
 
 
 # How long a request waits for a process that is away, of whatever role: a rank whose workers load, or any detokenizer.

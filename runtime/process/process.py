@@ -6,7 +6,6 @@ the supervisor's Shutdown.
 
 import argparse
 import asyncio
-import ctypes
 import faulthandler
 import gc
 import os
@@ -31,6 +30,7 @@ from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand, logs, numa, streams
+from meshlm.runtime.process.entry import give_back_memory
 
 BEAT_S = 0.5
 HEAR_SETTINGS = (Role.FRONTEND, Role.COORDINATOR)  # which have limits of --max-waiting and the like
@@ -95,7 +95,7 @@ def main(
     if arguments.standby is not None:
         setproctitle.setproctitle(f"meshlm: standby {role.value}")
         load_ahead(config)
-        _give_back_memory()
+        give_back_memory()
         identity, incarnation, config_fd = _wait_for_turn(arguments.standby)
         config = _read(config_fd)  # the mesh may have been scaled since, and its settings changed
         logs.set_level(level_of(config.run.log_level, identity))
@@ -141,13 +141,6 @@ def _wait_for_turn(descriptor: int) -> tuple[Identity, int, int]:
             return Identity.parse(identity), int(incarnation), config_fd
     except (OSError, ValueError):
         sys.exit(0)
-
-
-def _give_back_memory() -> None:
-    """Gives freed memory of the start-up back to the system; the C library would keep 55 MiB of parsing a large vocabulary."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
 
 
 def _dump_stacks_on_request(run_dir: Path, identity: Identity) -> None:
@@ -208,7 +201,7 @@ class _Process:
             self._facts = starting.result()
             gc.collect()
             gc.freeze()  # what start-up made stays: later collections need not look at it
-            _give_back_memory()
+            give_back_memory()
             self._mesh.set_ready()
             logs.record("ready", process=str(self._identity), **self._facts)
             self._mesh.tell_supervisor(control.Ready(self._facts))

@@ -105,9 +105,8 @@ class LogWriter:
         count, self._num_left_out = self._num_left_out, 0
         if count:
             text = f"{count} log lines were left out: they were not read in time"
-            self._begun = (
-                f'{{"event": "{text}", "level": "warning", "left_out": {count}}}\n' if is_json else text + "\n"
-            )
+            as_json = f'{{"event": "{text}", "level": "warning", "left_out": {count}}}'
+            self._begun = f"{as_json if is_json else text}\n"
             self._emit()
 
 

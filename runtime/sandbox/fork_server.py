@@ -7,7 +7,6 @@ It has one thread, parses nothing that a client sent, and ends with the process 
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -21,7 +20,7 @@ from typing import NoReturn
 import msgspec
 import setproctitle
 
-from meshlm.runtime.process.entry import die_with
+from meshlm.runtime.process.entry import die_with, give_back_memory
 from meshlm.runtime.sandbox.limits import OUT_OF_MEMORY, TOO_DEEP, Limits, enforce
 
 STARTED = struct.Struct("<i")  # the child's number
@@ -149,9 +148,7 @@ def main() -> NoReturn:
     with open(arguments.argument, "rb") as file:
         argument = file.read()
     handle = importlib.import_module(arguments.target).make(argument)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    give_back_memory()
     gc.collect()
     gc.freeze()  # pages that children share stay shared
     with socket.socket(fileno=arguments.control) as control:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from meshlm.runtime.process.process import _give_back_memory
+from meshlm.runtime.process.entry import give_back_memory
 
 PIECE, COUNT = 4096, 10_000
 
@@ -18,6 +18,6 @@ def test_freed_memory_goes_back_to_the_system() -> None:
     last = bytes(PIECE)
     pieces.clear()
     before = rss()
-    _give_back_memory()
+    give_back_memory()
     assert before - rss() > PIECE * COUNT // 2
     assert len(last) == PIECE
