@@ -94,8 +94,9 @@ def fitted(spec: ModelSpec, target: ModelSpec, method: str) -> ModelSpec:
         raise ValueError(f"{spec.architecture} reads no states of another model")
     if draft.method != method:
         raise ValueError(f"{spec.architecture} drafts by the method {draft.method}")
-    own_ways = (target.transformers, target.altup, target.per_layer_input, target.audio_encoder)
-    if any(own_ways) and (method == "eagle3" or target.transformers):
+    embeds_less = target.layer_norms is not None and target.layer_norms.embedding_dim
+    own_ways = (target.altup, target.per_layer_input, target.audio_encoder)  # of computing layers: nobody taps them
+    if target.transformers or embeds_less or (any(own_ways) and method == "eagle3"):
         raise ValueError(f"{target.architecture} does not give the states that it reads")
     for what, own, of_target in (
         ("a vocabulary of {} tokens", spec.vocab_size, target.vocab_size),

@@ -10,7 +10,7 @@ from meshlm.architectures.drafters import DRAFTERS, fitted, is_own, nextn_spec
 from meshlm.architectures.family import Family, Serves
 from meshlm.architectures.registry import architectures, families, family_of, weights_of
 from meshlm.protocol.layers import LayerSpec, MLASpec
-from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.model import LayerNormSpec, ModelSpec, PerLayerInputSpec, TransformersSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_config import parse_config
 
@@ -180,6 +180,27 @@ def test_what_no_drafter_can_be(keys: dict[str, Any], said: str) -> None:
 def test_a_drafter_of_another_model(of_target: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fitted(spec_of(EAGLE3), spec_of(LLAMA, **of_target), "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("changes", "methods"),
+    [
+        ({"transformers": TransformersSpec(architecture="A", config="{}")}, ("eagle", "eagle3")),
+        ({"layer_norms": LayerNormSpec(embedding_dim=512)}, ("eagle", "eagle3")),
+        (
+            {"per_layer_input": PerLayerInputSpec(hidden_size_per_layer_input=4, vocab_size_per_layer_input=4)},
+            ("eagle3",),
+        ),
+    ],
+)
+def test_models_that_give_no_states(changes: dict[str, Any], methods: tuple[str, ...]) -> None:
+    for method, name in (("eagle", "LlamaForCausalLMEagle"), ("eagle3", "LlamaForCausalLMEagle3")):
+        drafter, target = spec_of(EAGLE3, architectures=[name]), replace(spec_of(LLAMA), **changes)
+        if method in methods:
+            with pytest.raises(ValueError, match="LlamaForCausalLM does not give the states that it reads"):
+                fitted(drafter, target, method)
+        else:
+            assert fitted(drafter, target, method).draft == drafter.draft
 
 
 def test_a_model_is_no_drafter_of_states() -> None:
