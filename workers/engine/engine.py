@@ -47,7 +47,7 @@ from meshlm.workers.speculative.drafters import drafter_of
 from meshlm.workers.speculative.verification import Verification
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 from meshlm.workers.weights.reload import reload_weights
-from meshlm.workers.weights.weights_plan import weights_plan
+from meshlm.workers.weights.weights_plan import WeightsPlan, weights_plan
 
 MB = 1 << 20
 
@@ -77,6 +77,7 @@ class ModelEngine:
 
         self.weights_plan = weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
         self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
+        self.draft_plan: WeightsPlan | None = None
         self.draft_model = self._load_drafter(progress)
         for model in self.models:
             choose_layer_executor(model, config.worker, backend.name, self.dtype)
@@ -179,8 +180,8 @@ class ModelEngine:
         if (resolved := self.resolved.drafter) is None:
             return None
         config = replace(self.config, resolved=resolved)
-        plan = weights_plan(config, self.device, self._others, self.shard, self._cache_dtype)
-        return load_model(resolved, self.device, config.model.seed or 0, progress, self.shard, plan)
+        self.draft_plan = weights_plan(config, self.device, self._others, self.shard, self._cache_dtype)
+        return load_model(resolved, self.device, config.model.seed or 0, progress, self.shard, self.draft_plan)
 
     def _make_balancer(self, group: ExpertGroup) -> Balancer | None:
         """Makes the balancer of experts that move between ranks (--enable-eplb)."""

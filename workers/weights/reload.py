@@ -97,6 +97,8 @@ class ReloadableEngine(Protocol):
     device: torch.device
     model: Decoder
     weights_plan: WeightsPlan
+    draft_model: Decoder | None
+    draft_plan: WeightsPlan | None
 
 
 def of_engine(engine: object, *, only_verify: bool) -> str:
@@ -106,9 +108,12 @@ def of_engine(engine: object, *, only_verify: bool) -> str:
     made = cast("ReloadableEngine", engine)
     if only_verify and (why := _refusal(made)):
         return f"reload_weights: {why}"
-    given = made.model, made.resolved, made.device, made.config.model.seed or 0, made.weights_plan
+    models, seed = [(made.model, made.resolved, made.weights_plan)], made.config.model.seed or 0
+    if made.draft_model is not None and made.resolved.drafter is not None and made.draft_plan is not None:
+        models.append((made.draft_model, made.resolved.drafter, made.draft_plan))
     try:
-        reload_weights(*given, only_verify=only_verify)
+        for model, resolved, plan in models:
+            reload_weights(model, resolved, made.device, seed, plan, only_verify=only_verify)
     except (ProcessFatal, torch.OutOfMemoryError) as error:
         if not only_verify:  # some tensors are of the new files: this worker ends, and its rank loads them all
             raise

@@ -22,6 +22,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.drafters import StateDrafter
+from meshlm.workers.weights import reload
 
 TOKENS, MOST = 14, 4
 MTP: dict[str, Any] = {"num_nextn_predict_layers": 1, "max_position_embeddings": LENGTH, "tie_word_embeddings": False}
@@ -162,6 +163,23 @@ def test_behind_a_sleep_it_drafts_as_before(drafting: ModelEngine) -> None:
     add(texts, decode(drafting, [0, 1, 2], [MOST] * 3), [0, 1, 2])
     for text, wanted in zip(texts, expected, strict=True):
         assert text.tokens == wanted.tokens[: len(text.tokens)]
+
+
+def test_weights_are_read_again_for_the_drafter_too(tmp_path: Path) -> None:
+    values = settings_of(tmp_path, *CASES["eagle3"])
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    made = make_engine(resolve.resolve(flags.build(values, None)), lambda *progress: None)
+    assert made.draft_model is not None
+    weights = {name: weight.data for name, weight in made.draft_model.named_parameters() if name != "d2t"}
+    before = {name: weight.clone() for name, weight in weights.items()}
+    for weight in weights.values():
+        weight.zero_()
+    assert reload.of_engine(made, only_verify=True) == ""
+    assert not any(bool(weight.any()) for weight in weights.values())
+    assert reload.of_engine(made, only_verify=False) == ""
+    assert all(torch.equal(weights[name], before[name]) for name in before)
+    torch.set_grad_enabled(grad)
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

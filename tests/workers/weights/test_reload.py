@@ -42,7 +42,8 @@ def logits(model: Decoder) -> Tensor:
 
 def engine_of(folder: Path, model: Decoder) -> Any:
     """The part of an engine that is asked."""
-    return SimpleNamespace(config=MeshConfig(), resolved=resolved(folder), device=CPU, model=model, weights_plan=None)
+    own = {"config": MeshConfig(), "resolved": resolved(folder), "device": CPU, "model": model, "weights_plan": None}
+    return SimpleNamespace(**own, draft_model=None, draft_plan=None)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
