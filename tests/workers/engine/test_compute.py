@@ -47,6 +47,7 @@ class Model:
     """Hidden states say which token stands where, and the head reads them."""
 
     spec = SimpleNamespace(vocab_size=VOCAB, hidden_size=HIDDEN)
+    local = SimpleNamespace(layers=())
 
     def __init__(self) -> None:
         dice = torch.Generator().manual_seed(0)
