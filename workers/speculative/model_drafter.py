@@ -1,9 +1,10 @@
 """A model of its own that drafts: it says what may come, and the row's own sampler draws from that with the row's own random numbers.
 
 Common random numbers: both models invert their own distribution over token ids at one uniform number, and the draft is accepted where
-both find the same token. docs/speculation.md has what that costs beside rejection sampling. Its layers have caches in the pages of the model's own (protocol/kv.py); what it has computed of a row is
-followed here, and what it lacks it computes when it drafts again. A block that came from the prefix cache may lack some of it: then
-drafts are worse, and the text is the same.
+both find the same token. docs/speculation.md has what that costs beside rejection sampling.
+
+Its layers have caches in the pages of the model's own (protocol/kv.py); what it has computed of a row is followed here, and what it
+lacks it computes when it drafts again. A block from the prefix cache may lack some of it: then drafts are worse; the text is the same.
 """
 
 import numpy as np
