@@ -166,14 +166,14 @@ BAD = [
         {"runner": "pooling", "pooler_config": RETURNED, "hf_overrides": json.dumps(SCORE)},
         "Qwen3ForSequenceClassification is none",
     ),
-    ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "are of a classifier's logits"),
+    ({"runner": "pooling", "pooler_config": '{"logit_mean": 1}'}, "are of a classifier; the model embeds"),
     ({"runner": "pooling", "pooler_config": '{"logit_sigma": 0}'}, "logit_sigma must not be 0"),
     (
         {"runner": "pooling", "pooler_config": '{"pooling_type": "CLS", "seq_pooling_type": "CLS"}'},
         "exclude each other",
     ),
     ({"runner": "pooling", "pooler_config": '{"dimensions": 65}'}, "an embedding has 64 numbers"),
-    ({"runner": "pooling", "pooler_config": '{"task": "classify"}'}, "task classify is not there for this model"),
+    ({"runner": "pooling", "pooler_config": '{"task": "classify"}'}, "the model has no task classify; it has embed"),
     ({"runner": "pooling", "hf_overrides": '{"matryoshka_dimensions": [65]}'}, "matryoshka_dimensions must be"),
     ({"hf_overrides": "[1]"}, "--hf-overrides: not a JSON object"),
 ]
