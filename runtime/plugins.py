@@ -7,7 +7,8 @@ point of `meshlm.architectures` names a `Family`, one of `meshlm.quantization` a
 supervisor and the frontends); their names are those for --tool-call-parser and --reasoning-parser. One of
 `meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it), one of `meshlm.io_processors` an `IOProcessor`
 (io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/observe/stat_loggers.py), one of `meshlm.platforms` a
-`Platform` (platforms.py), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
+`Platform` (platforms.py), one of `meshlm.drafters` what makes a `Drafter` (workers/speculative/drafters.py; its name is the method of
+--speculative-config), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
 VLLM_PLUGINS) names those to load (commas between); without it all are.
 
 A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.
@@ -28,10 +29,10 @@ ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantiza
 TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
 LOGITS_PROCESSORS = "meshlm.logits_processors"
 IO_PROCESSORS, STAT_LOGGERS, GENERAL = "meshlm.io_processors", "meshlm.stat_loggers", "meshlm.general"
-PLATFORMS = "meshlm.platforms"
+PLATFORMS, DRAFTERS = "meshlm.platforms", "meshlm.drafters"
 GROUPS = (
     *(ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS),
-    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS),
+    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS, DRAFTERS),
 )
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-Method = Literal["", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
+METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
+"""Those that are there; plug-ins (`meshlm.drafters`) add theirs."""
 MAX_SPECULATIVE_TOKENS = 15
 """Drafts of a row and step at most."""
 
@@ -35,7 +36,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     ] = "none"
 
     # Set by the supervisor before any child starts (supervisor/settings/speculative.py); none of these is a flag.
-    method: Method = ""  # empty: no drafts
+    method: str = ""  # empty: no drafts
     num_speculative_tokens: int = 0  # of a row and step at most
     prompt_lookup_min: int = 5  # ngram: tokens at the text's end that must stand earlier in it, at least
     prompt_lookup_max: int = 5  # and at most

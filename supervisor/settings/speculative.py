@@ -5,13 +5,15 @@ The keys are vLLM's. What is not there is refused by its key, with the reason. C
 
 import difflib
 import json
+import os
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig, SpeculativeConfig
-from meshlm.protocol.config.speculative import MAX_SPECULATIVE_TOKENS, Method
+from meshlm.protocol.config.speculative import MAX_SPECULATIVE_TOKENS, METHODS
+from meshlm.runtime import plugins
 from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
@@ -23,10 +25,9 @@ ABSENT = {
     **dict.fromkeys(("dflash", "dflare", "dspark", "xpress"), "drafts of a block at once are not there"),
     "ngram_gpu": "ngram is the method",
     "extract_hidden_states": "hidden states are not given out",
-    "custom_class": "drafters of other packages are not there",
+    "custom_class": "a drafter of another package is an entry point of meshlm.drafters, whose name is the method",
 }
 OF_MODEL = ("draft_model", "eagle", "eagle3")  # methods of another model
-METHODS = tuple(name for name in get_args(Method) if name and name not in ABSENT)
 _ANY = 1 << 30
 # Key -> the kind of its number, and from where to where it may be.
 NUMBERS: dict[str, tuple[type, float, float]] = {
@@ -144,12 +145,13 @@ def _name(c: SpeculativeConfig, given: Mapping[str, Any], key: str) -> str:
 
 
 def _method(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:
-    there = f"there are {', '.join(METHODS)}"
+    methods = (*METHODS, *plugins.names(plugins.DRAFTERS, os.environ))
+    there = f"there are {', '.join(methods)}"
     yield "method" not in given, FLAG, f"method is missing; {there}"
     method, name = str(given["method"]), _name(c, given, "method")
     why = ABSENT.get(method)
     yield why, name, f"{why}; {there}"
-    yield method not in METHODS, name, there
+    yield method not in methods, name, there
 
 
 def _keys(c: SpeculativeConfig, given: Mapping[str, Any]) -> Rules:

@@ -88,6 +88,22 @@ except ValueError as error:
 """
 
 
+def test_a_drafter_of_another_package(tmp_path: Path, installed: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    expected = reference(small_model(folder, "llama"), PROMPTS[0])
+    with serving(
+        str(folder), *FLAGS, "--load-format", "dummy", "--spec-method", "tiny_echo", "--spec-tokens", "2"
+    ) as server:
+        assert greedy(server, PROMPTS[:1]) == [expected]
+        drafted = [
+            line
+            for line in httpx.get(f"{server.url}/metrics").text.splitlines()
+            if "spec_decode_num_draft_tokens" in line
+        ]
+        assert any(float(line.rpartition(" ")[2]) for line in drafted if not line.startswith("#"))
+
+
 def test_an_io_processor_by_http_and_in_python(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "nearest.py").write_text(NEAREST)
     command = [sys.executable, "-P", str(tmp_path / "nearest.py")]

@@ -19,6 +19,7 @@ from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.parsers import registry as parsers
 from meshlm.workers.attention import backend
+from meshlm.workers.speculative import drafters
 found = {group: plugins.names(group, os.environ) for group in plugins.GROUPS}
 plugins.run_general(os.environ)
 plugins.load_descriptions(os.environ)
@@ -39,6 +40,7 @@ print(json.dumps({
     "loggers": bool(loggers),
     "platform": [platforms.named("tiny").kv_cache_bytes(), callable(platforms.engine_of(platforms.named("tiny")))],
     "processors": [kind.__name__ for kind in logits_processors.loaded(logits_processors.names((), os.environ))],
+    "drafter": drafters._of_plugin("tiny_echo").__name__,
     "prompts": io_processors.prompts_of(processor, {"question": "a", "texts": ["b"]}, ""),
 }))
 """
@@ -63,6 +65,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "loggers": True,
         "platform": [64 << 20, True],
         "processors": ["TargetToken"],
+        "drafter": "Echo",
         "prompts": ["a", "b"],
     }
     assert len(list(notes.iterdir())) == 1

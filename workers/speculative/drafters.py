@@ -1,9 +1,15 @@
 """The drafter that --speculative-config names."""
 
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from meshlm.protocol.config.speculative import METHODS, SpeculativeConfig
+from meshlm.runtime import plugins
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.models.drafters import StateDrafter
+from meshlm.workers.rows.changes import I32
 from meshlm.workers.speculative.draft_passes import DraftPasses
 from meshlm.workers.speculative.drafter import Drafter
 from meshlm.workers.speculative.model_drafter import ModelDrafter
@@ -15,6 +21,20 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
 
 
+MakeDrafter = Callable[[I32, SpeculativeConfig], Drafter]
+"""What an entry point of `meshlm.drafters` names: called once with the tokens of all rows, int32 [rows, width], and the settings."""
+_makers: dict[str, MakeDrafter] = {}  # of plug-ins, by name, in this process
+
+
+def _of_plugin(name: str) -> MakeDrafter:
+    """ProcessFatal."""
+    try:
+        plugins.load(plugins.DRAFTERS, os.environ, _makers.__setitem__, only=name)
+    except plugins.PluginError as error:
+        raise ProcessFatal(str(error)) from None
+    return _makers[name]
+
+
 def drafter_of(engine: "ModelEngine") -> Drafter:
     """Of an engine whose tokens are on the host. It has no caches yet."""
     config, rows = engine.config.speculative, engine.rows
@@ -22,6 +42,8 @@ def drafter_of(engine: "ModelEngine") -> Drafter:
         return SuffixDrafter(rows.tokens.numpy(), config)
     if config.method == "ngram":
         return NgramDrafter(rows.tokens.numpy(), config.prompt_lookup_min, config.prompt_lookup_max)
+    if config.method not in METHODS:
+        return _of_plugin(config.method)(rows.tokens.numpy(), config)
     assert engine.draft_model is not None and isinstance(engine.inputs, TorchInputs)  # noqa: PT018
     model = engine.draft_model
     passes = DraftPasses(model, engine.spec.vocab_size, rows, engine.inputs, engine.compute)
