@@ -52,6 +52,29 @@ def test_same_tokens_as_one_process(
         assert greedy(server) == alone[kind], "with a warm prefix cache"
 
 
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_two_ranks_draft_alike(
+    method: str, models: dict[str, str], alone: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    """Also behind a kill -9, with a model that drafts whose heads have another shape."""
+    config: dict[str, object] = {"method": method, "num_speculative_tokens": 4}
+    if method == "draft_model":
+        shape = json.loads((Path(small_model(tmp_path, "llama")) / "config.json").read_text())
+        smaller = {**shape, "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "head_dim": 4}
+        (tmp_path / "config.json").write_text(json.dumps(smaller))
+        config["model"] = str(tmp_path)
+    layout = ("-tp", "2", "--speculative-config", json.dumps(config))
+    with serving(models["llama"], "--load-format", "dummy", *FLAGS, *layout) as server:
+        assert greedy(server) == alone["llama"]
+        assert greedy(server) == alone["llama"], "with a warm prefix cache, and past answers"
+        assert killed_while_streaming(server, "worker", 1)[:COUNT] == alone["llama"][1]
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        (drafted,) = [
+            line for line in text.splitlines() if line.startswith("meshlm:spec_decode_num_draft_tokens_total{")
+        ]
+        assert float(drafted.rpartition(" ")[2])
+
+
 def test_a_model_that_only_transformers_knows(tmp_path: Path) -> None:
     """Its own modules with our attention, split by the plans of its configuration; the supervisor asks a process what it is."""
     import transformers
