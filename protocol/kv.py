@@ -60,6 +60,11 @@ class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
         there is no such place among them."""
         return count
 
+    def drafts_end(self, block_size: int, num_computed: int) -> int | None:
+        """So many tokens of a request, of which `num_computed` are computed, may be computed at most before its block table has a row
+        behind them; None: any number."""
+        return None
+
     @property
     def checkpoint_blocks(self) -> int:
         """Blocks from one place of a checkpoint to the next; 0: none are left."""
@@ -203,6 +208,11 @@ class RecurrentState(KVPolicy, frozen=True, tag="state"):
         size = self.every * block_size
         end = (start + count) // size * size
         return end - start if self.mode == "align" and end > start else count
+
+    def drafts_end(self, block_size: int, num_computed: int) -> int | None:
+        """Where checkpoints are left at the end of steps alone: the next place, whose page is left before drafts go on behind it."""
+        size = self.every * block_size
+        return (num_computed // size + 1) * size if self.mode == "align" else None
 
     @property
     def checkpoint_blocks(self) -> int:

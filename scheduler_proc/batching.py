@@ -48,9 +48,7 @@ class Batching:
         self.limits, self.facts, self._rank = limits, facts, rank or RankState()
         self.block_size = facts.block_size
         # The first stage of a pipeline would have to know the drafts of the last one.
-        # A state cannot go back to before drafts that were refused.
-        states = any(spec.carried for spec in facts.kv_specs)
-        self.max_drafts = 0 if limits.num_stages > 1 or states else facts.max_drafts
+        self.max_drafts = 0 if limits.num_stages > 1 else facts.max_drafts
         most = limits.max_num_batched_tokens
         at_once = step_tokens(most, limits.async_depth, self.max_drafts)
         self.kv = KVCache(facts.num_blocks, facts.block_size, facts.kv_specs, limits.prefix_caching, at_once)
@@ -141,7 +139,8 @@ class Batching:
             prompts = self._plan_decodes(builder, self.running)
             if self.drafts is not None and builder.decodes:
                 token_s = self.budget.prompt_s if prompts or (self.waiting and self._free_rows) else 0.0
-                plan_drafts(builder, self.kv, self.drafts, self.limits.max_num_batched_tokens, token_s)
+                most = self.limits.max_num_batched_tokens, self.facts.max_draft_lines
+                plan_drafts(builder, self.kv, self.drafts, most, token_s)
             if prompts or self.waiting:
                 context = prompts[0].num_computed if prompts else 0
                 left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)

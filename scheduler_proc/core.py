@@ -302,7 +302,7 @@ class Scheduler:
         if self.lockstep is not None:
             self.lockstep.prepared()
         self.workers.sleeping = self.load.sleeping = AWAKE
-        least = ("num_blocks", "max_num_seqs", "max_drafts")
+        least = ("num_blocks", "max_num_seqs", "max_drafts", "max_draft_lines")
         common = replace(facts[0], **{name: min(getattr(fact, name) for fact in facts) for name in least})
         before = self.batching
         self.table.batching = Batching(self.limits, common, self._rank, before)

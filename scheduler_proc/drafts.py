@@ -25,9 +25,12 @@ def group_of(cache_salt: str) -> bytes:
     return hashlib.sha256(cache_salt.encode()).digest()[:16] if cache_salt else b""
 
 
-def plan_drafts(builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", most_tokens: int, token_s: float) -> None:
+def plan_drafts(
+    builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", limits: tuple[int, int], token_s: float
+) -> None:
     """Plans drafts of the decodes: as many as the budget chooses within tokens, length and free memory. Nobody is preempted for them.
-    token_s: what a token adds at least, in a step that will have prompts."""
+    limits: tokens of the step, and lines of rows with drafts. token_s: what a token adds at least, in a step that will have prompts."""
+    most_tokens, lines = limits
     rows = [request.row for request in builder.decodes]
     most = [  # behind the token at `start` comes the one that is sampled in any case
         request.max_len - start - 2
@@ -40,12 +43,16 @@ def plan_drafts(builder: PlanBuilder, kv: KVCache, budget: "DraftBudget", most_t
         if not count:
             continue
         request = builder.decodes[place]
-        needed = builder.decode_starts[place] + 1 + count  # the last one that may be sampled is not computed
+        start = builder.decode_starts[place]
+        needed = min(start + 1 + count, start + lines)  # the last one that may be sampled is not computed
         if needed > request.capacity:
+            needed = min(needed, kv.drafts_end(request))
             if (blocks := kv.grow(request, needed)) is not None:
                 builder.grow(request.row, blocks)
             else:
-                counts[place] = count = count - (needed - request.capacity)
+                needed = request.capacity
+        counts[place] = count = max(0, needed - start - 1)
+        lines -= 1 + count if count else 0
         request.num_computed += count
         request.num_output_placeholders += count
     if num_drafts := sum(counts):

@@ -78,6 +78,9 @@ class StepInputs:
     # int32 [l], beside columns: the requests whose logits they are; None: all of them, in order
     places: Tensor | None = None
 
+    # By group of layers, where requests of models with states have drafts: int64 [n, tokens], the pages that get the state behind each
+    # token of such a request; -1 in a request's row: its state goes where its block table says (states/drafted.py)
+    draft_pages: tuple[Tensor, ...] = ()
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
     # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
     vectors: Tensor | None = None

@@ -57,6 +57,7 @@ def ready(
         kept=kept,
         kept_hashes=kept_hashes,
         max_drafts=facts.max_drafts,
+        max_draft_lines=facts.max_draft_lines,
         pool_kinds=facts.pool_kinds,
         pooled_bytes=facts.pooled_bytes,
         kv_specs=facts.kv_specs,

@@ -31,12 +31,30 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     resolved = config.resolved
     assert resolved is not None
     drafts = config.speculative.num_speculative_tokens
+    budget -= num_draft_pages(config, budget, layout) * layout.page_bytes
     count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, drafts, layout.block_size)
     if config.cache.num_gpu_blocks_override is not None:
         return count
     at_once = pages_of(layout.specs, layout.block_size, resolved.max_model_len)
     tokens = len(layout.specs) * -(-resolved.max_num_seqs * resolved.max_model_len // layout.block_size)
     return min(count, max(tokens, resolved.max_num_seqs * at_once))
+
+
+def draft_lines(config: MeshConfig, budget: int, layout: KVLayout) -> int:
+    """Lines of a step's requests with drafts for which there are states (states/drafted.py), at most: as many as fit into an eighth of
+    `budget` bytes, those of one request at least; 0 where no drafts and states meet."""
+    assert config.resolved is not None
+    each, groups = 1 + config.speculative.num_speculative_tokens, layout.state_groups
+    if each == 1 or not groups:
+        return 0
+    override = config.cache.num_gpu_blocks_override
+    pages = budget // layout.page_bytes if override is None else override
+    return max(each, min(config.resolved.max_num_seqs * each, pages // 8 // len(groups)))
+
+
+def num_draft_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
+    """Pages of the states of these lines."""
+    return draft_lines(config, budget, layout) * len(layout.state_groups)
 
 
 def layout_of(config: MeshConfig, shard: Shard, cache_dtype: torch.dtype, dtype: torch.dtype) -> KVLayout:

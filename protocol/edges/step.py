@@ -24,6 +24,7 @@ from meshlm.protocol.sleeping import Sleeping
 from meshlm.protocol.wire.ids import ErrorKind, Row, StepId
 
 HASH_BYTES = 32  # of a prefix: sha256
+NO_LIMIT = 1 << 30
 
 
 class Reset(Struct, frozen=True, tag="reset"):
@@ -128,6 +129,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
     pooled_bytes: int = 0  # ... and the length of one
     attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
+    max_draft_lines: int = NO_LIMIT  # of a step's rows with drafts: their drafts, and each row's known token
 
 
 class WorkerAsleep(Struct, frozen=True, tag="asleep"):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import gcd, inf
 
+from meshlm.protocol.edges.step import NO_LIMIT
 from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
 from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv import hashes
@@ -112,6 +113,11 @@ class KVCache:
         if not self.prefix_caching:
             return count
         return min((kind.spec.step_end(self.block_size, start, count) for kind in self._carried), default=count)
+
+    def drafts_end(self, request: Request) -> int:
+        """Of the request's tokens so many may be computed, with drafts, before its next step: a checkpoint that is due is left."""
+        ends = [kind.spec.drafts_end(self.block_size, request.num_computed) for kind in self._carried]
+        return max(request.capacity, min([end for end in ends if end is not None], default=NO_LIMIT))
 
     def missed(self, request: Request) -> dict[str, int]:
         """Tokens of this request, the last one that was matched, that were not found, by reason; without those that nobody has seen."""

@@ -1,14 +1,20 @@
 """Drafted tokens in the whole mesh, with the fake device's drafter: the text is the same, and answers tell of their drafts."""
 
 import json
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fake_answers import reference
 from http_clients import metric
+from hybrid_models import hybrid_model
 from serving import Serving, serving
+from split_models import greedy
 from waiting import until
 
 pytestmark = pytest.mark.mesh
@@ -70,3 +76,34 @@ def test_more_than_the_server_drafts(drafting: Serving) -> None:
     answer = ask(drafting, num_speculative_tokens=4)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "num_speculative_tokens"
+
+
+@pytest.mark.parametrize(
+    ("mode", "method"), [("align", {"method": "ngram", "prompt_lookup_max": 1}), ("all", {"method": "suffix"})]
+)
+def test_a_model_with_states_gives_the_same_text_whatever_dies(
+    mode: str, method: dict[str, Any], tmp_path: Path
+) -> None:
+    """Some drafts are right and some are wrong; behind checkpoints, too, and under a kill."""
+    flags = ("--device", "cpu", "--cpu-threads", "1", "--kv-cache-memory", "4M", "--max-num-batched-tokens", "64")
+    states = ("--block-size", "8", "--mamba-block-size", "48", "--mamba-cache-mode", mode, "--max-num-seqs", "8")
+    prompts = [([3 + (31 * number + 7 * at) % 200 for at in range(9)] * 9)[: 50 + 4 * number] for number in range(6)]
+    with serving(hybrid_model(tmp_path), *flags, *states) as server:
+        expected = greedy(server, prompts, 160)
+    drafts = {**method, "num_speculative_tokens": 4}
+    with (
+        serving(str(tmp_path), *flags, *states, "--speculative-config", json.dumps(drafts)) as server,
+        httpx.Client(base_url=server.url) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert greedy(server, prompts, 160) == expected
+        given = metric(client, "generation_tokens_total")
+        again = pool.submit(greedy, server, prompts, 160)
+        until(lambda: metric(client, "generation_tokens_total") > given + 100)
+        os.kill(server.pid("worker"), signal.SIGKILL)
+        assert again.result(300) == expected
+        told = counted(client)
+        assert told["num_accepted_draft_tokens"] < told["num_draft_tokens"]
+        assert told["num_accepted_draft_tokens"] or method["method"] == "ngram", "past answers are the same"
+        assert metric(client, "prefix_cache_hits_total") > 0, "checkpoints were found"
+        server.wait_for("worker/0 is ready")

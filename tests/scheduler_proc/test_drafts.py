@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, limits, reference
+from bench import COORDINATOR, DETOKENIZER, LIFE, WORKER, Bench, Model, limits, reference
 
 from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.edges.admit import Assign, EngineRequest
@@ -104,6 +104,23 @@ def test_drafts_stay_within_the_step_s_tokens() -> None:
         most = max(most, bench.plans[0].num_tokens)
         bench.step()
     assert most == 7
+    assert bench.tokens == {handle: reference([handle], 20) for handle in range(1, 6)}
+
+
+@pytest.mark.parametrize("lines", [4, 6, 9])
+def test_drafts_stay_within_the_worker_s_states(lines: int) -> None:
+    """Of a step's requests with drafts it can keep so many lines apart."""
+    model = Model(64, 4, max_drafts=3)
+    model.max_draft_lines = lines
+    bench = Bench(limits(), 64, 4, model=model)
+    for handle in range(1, 6):
+        bench.assign(handle, [handle], 20)
+    most = 0
+    while bench.plans:
+        drafts = ints(bench.plans[0].num_drafts)
+        most = max(most, sum(1 + count for count in drafts if count))
+        bench.step()
+    assert most == {4: 4, 6: 6, 9: 8}[lines], "a line alone has no draft"
     assert bench.tokens == {handle: reference([handle], 20) for handle in range(1, 6)}
 
 

@@ -151,17 +151,18 @@ def test_any_requests(drafts: int, data: st.DataObject) -> None:
     run_any(draw, Device(spec, draw(st.integers(100, 140)), drafts))
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_requests_with_states(mode: Literal["none", "align", "all"], data: st.DataObject) -> None:
-    """The same with states, which are read before a step writes any, and go on from checkpoints."""
+def test_any_requests_with_states(mode: Literal["none", "align", "all"], drafts: int, data: st.DataObject) -> None:
+    """The same with states, which are read before a step writes any, and go on from checkpoints, of known tokens alone."""
     draw = data.draw
     every = draw(st.integers(1, 3))
     if draw(st.integers(0, 3)) == 0:
-        device = Device(only_states(), draw(st.integers(40, 60)), 0, mode, every)
+        device = Device(only_states(), draw(st.integers(40, 60)), drafts, mode, every)
     else:
-        device = Device(hybrid(draw(st.sampled_from([0, 7]))), draw(st.integers(110, 140)), 0, mode, every)
+        device = Device(hybrid(draw(st.sampled_from([0, 7]))), draw(st.integers(110, 140)), drafts, mode, every)
     wanted = RecurrentState(mode) if mode == "none" else RecurrentState(mode, every)
     assert wanted in device.kv_specs
     run_any(draw, device)

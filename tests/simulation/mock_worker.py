@@ -2,7 +2,7 @@
 
 Where a plan has drafts, a row gets none, one or several tokens, as chance has it; what was drafted and refused stays in the slots.
 With several groups of layers each has its own slots for a token, and all that a window sees must be there. Of a recurrent state the
-slots of later tokens overwrite those of earlier ones, where its page is carried on.
+slots of later tokens overwrite those of earlier ones, where its page is carried on; a draft that is refused leaves none.
 """
 
 from collections.abc import Iterable
@@ -136,15 +136,18 @@ class Model:
                     self.pooled[place] = vector_of(states, kind)
 
     def _sample(self, row: int, count: int, drafts: int) -> None:
-        """Append `count` tokens, the later ones drafts that prove right; those that prove wrong spoil the slots behind."""
+        """Append `count` tokens, the later ones drafts that prove right; wrong ones spoil the slots behind, but no state."""
         tokens = self.rows[row][0]
-        last = len(tokens) - 1
+        last, attends = len(tokens) - 1, [group for group, spec in enumerate(self.specs) if not spec.carried]
+        state = self.state(row, last)
         for position in range(last, last + 1 + drafts):
             if position > last:  # the others are computed
                 drafted = tokens[position] if position < len(tokens) else 0
-                self.write(row, position, extend(self.state(row, position - 1), drafted))
+                state = extend(state, drafted)
+                for group in range(len(self.specs)) if position - last < count else attends:
+                    self.slots[self.slot(row, position, group)] = state + group
             if position - last < count:
-                tokens.append(next_token(self.state(row, position)))
+                tokens.append(next_token(state))
 
     def _know(self, row: int, position: int, token: int) -> None:
         """A token that the last stage sampled, and which a stage before learns from the plan."""

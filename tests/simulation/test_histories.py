@@ -245,6 +245,23 @@ def test_windows_are_freed_and_found_again_although_processes_die(monkeypatch: p
     assert 0.35 < sum(len(make(seed).kv_specs) > 1 for seed in range(1000)) / 1000 < 0.6
 
 
+def test_states_never_have_seen_a_refused_draft_although_processes_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts and states, in a share of all histories; here in each. Rows get fewer tokens than were drafted."""
+    refused: Counter[int] = Counter()
+    sample = Model._sample
+
+    def noted(model: Model, row: int, count: int, drafts: int) -> None:
+        refused[drafts - max(0, count - 1)] += 1
+        sample(model, row, count, drafts)
+
+    monkeypatch.setattr(Model, "_sample", noted)
+    for seed in range(FIRST, FIRST + 90):
+        scenario = make(seed, (Kind.KILL_WORKER, Kind.KILL_SCHEDULER), (Shape.PLAIN, Shape.HOSTS)[seed % 2])
+        specs = STATES[seed % len(STATES)]
+        assert violation(replace(scenario, kv_specs=specs, max_drafts=1 + seed % 4)) == "", seed
+    assert all(refused[count] > 10 for count in range(4)), refused
+
+
 def test_vectors_come_once_although_processes_die() -> None:
     """In a share of all histories; here nobody asks for anything else."""
     answered = again = 0

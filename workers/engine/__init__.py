@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 
 from meshlm.protocol.edges.control import GraphCounts
-from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.protocol.edges.step import NO_LIMIT, StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.pool import PoolKind
 
@@ -33,6 +33,7 @@ class EngineFacts(Struct, frozen=True):
     pooled_bytes: int = 0  # ... and the length of one
     kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
     attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
+    max_draft_lines: int = NO_LIMIT  # of a step's rows with drafts: their drafts, and each row's known token
 
 
 class Pending(Protocol):

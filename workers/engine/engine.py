@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.control import GraphCounts
-from meshlm.protocol.edges.step import StepPlan, StepResult
+from meshlm.protocol.edges.step import NO_LIMIT, StepPlan, StepResult
 from meshlm.protocol.pool import PoolKind
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers import memory
@@ -45,6 +45,7 @@ from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.speculative.drafters import drafter_of
 from meshlm.workers.speculative.verification import Verification
+from meshlm.workers.states.drafted import DraftStates
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 from meshlm.workers.weights.reload import reload_weights
 from meshlm.workers.weights.weights_plan import WeightsPlan, weights_plan
@@ -119,8 +120,8 @@ class ModelEngine:
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = timeline_of(device, rows)
         kit.compile_ahead(self, report)
-        count = self._num_pages(report)
-        self.compute.caches = self.make_caches(count)
+        count, lines = self._num_pages(report)
+        self._make_draft_states(count, lines)
         report("KV cache", count, count, "blocks")
         kit.warm_up(self)
         self._capture(report)
@@ -137,7 +138,8 @@ class ModelEngine:
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         pooled = 4 * self._pooled_size()
         drafts = self.config.speculative.num_speculative_tokens
-        facts = replace(facts, max_drafts=drafts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
+        facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or NO_LIMIT)
+        facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
         self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
     def _capture(self, report: ProgressReport) -> None:
@@ -203,10 +205,19 @@ class ModelEngine:
 
     # --- memory ---
 
-    def _num_pages(self, report: ProgressReport) -> int:
+    def _make_draft_states(self, count: int, lines: int) -> None:
+        """The KV cache of `count` pages, and behind them those for the states of so many lines of requests with drafts."""
+        groups = self.layout.state_groups
+        self.compute.caches = self.make_caches(count + lines * len(groups))
+        if lines:
+            assert isinstance(self.inputs, TorchInputs)
+            self.inputs.draft_states = DraftStates(self.compute, self.rows, groups, count, lines)
+
+    def _num_pages(self, report: ProgressReport) -> tuple[int, int]:
+        """Pages, and lines of requests with drafts that have states."""
         if self.spec.encoder_only:
             self._full_step(self.make_caches(0))  # what does not fit is known before the first request
-            return 0
+            return 0, 0
         wanted = memory.known_bytes(self.config)
         if wanted is None and self.device.type != "cuda":
             raise ProcessFatal(
@@ -216,7 +227,8 @@ class ModelEngine:
             report("memory profile", 0, 1, "")
             share = self.config.cache.gpu_memory_utilization
             wanted = memory.profile(share, self._others, lambda: self.make_caches(1), self._full_step)
-        return memory.num_pages(self.config, wanted, self.layout)
+        lines = memory.draft_lines(self.config, wanted, self.layout)
+        return memory.num_pages(self.config, wanted, self.layout), lines
 
     def make_caches(self, count: int) -> list[LayerCache]:
         return memory.make_caches(self.layout, count, self.device, self._kv_scales)

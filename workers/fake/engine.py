@@ -3,7 +3,8 @@
 The next token is a hash of all tokens found through the row's block table, slot by slot: the slot of position p holds a rolling
 hash of tokens 0..p, made from what the slot of position p - 1 really holds. A wrong block table shows as a wrong token. A model with
 sliding windows has several groups of layers, with a table each: then all that a window holds is looked at. A recurrent state has a
-group, too: where its page is carried on, the slots of later tokens overwrite those of earlier ones.
+group, too: where its page is carried on, the slots of later tokens overwrite those of earlier ones. Of drafts that are refused it has
+none.
 
 With `--fake-drafts` it drafts too: right tokens and, at places that only chance names, wrong ones, whose KV then stands behind the
 row's end until it is overwritten. Now and then it drafts fewer for a row than it may, or gives it no token at all. Where a row keeps
@@ -34,7 +35,7 @@ from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.extras.extra import with_findings
-from meshlm.workers.rows.step_columns import COMPUTED, Drafts, StepColumns, columns_of
+from meshlm.workers.rows.step_columns import COMPUTED, Drafts, Lines, StepColumns, columns_of
 
 DEFAULT_CACHE_TOKENS = 1 << 20
 VECTOR_BYTES = 4 * 8  # of a Pool
@@ -128,6 +129,7 @@ class FakeEngine:
             step.drafts = self._rows.last_tokens(step.rows[step.places], num_drafts[step.places])
         extras, arrays, head = self.extras.for_step(step), self._rows.step(step), FakeHead(self._vocab_size)
         launched = time.monotonic_ns()
+        states = self._state[arrays.slots[:, self._states]]
         if plan.new_rows or len(arrays.slots) > len(arrays.rows):
             self._write_in_order(arrays)
         else:
@@ -135,11 +137,12 @@ class FakeEngine:
         for extra in extras:
             extra.before_head(head)
             extra.after_model(self._written)
-        token_ids, counts = self._sample(self._state[arrays.slots[step.lines().tokens, 0]], head.masked), None
+        token_ids, counts = self._sample(self._written[step.lines().tokens], head.masked), None
         if step.drafts is None:
             self._rows.sampled(arrays, token_ids)
         else:
             token_ids, counts = self._accept(plan.step, arrays.rows[arrays.samples], step.drafts, token_ids)
+            self._keep(step.lines(), arrays, states, 1 + step.drafts.counts, counts)
         for extra in extras:
             extra.after_head(token_ids, COMPUTED, counts)
         if self._step_s:
@@ -217,6 +220,14 @@ class FakeEngine:
             tokens.append(given)
         counts = np.array([len(given) for given in tokens], np.int32)
         return np.concatenate([*tokens, np.empty(0, np.int32)]), counts
+
+    def _keep(self, lines: Lines, arrays: StepArrays, before: U64, each: I32, counts: I32) -> None:
+        """Of the lines of each request with drafts so many (counts) are kept; others leave no states. before: what slots held."""
+        nth = np.arange(len(lines.tokens)) - np.repeat(np.cumsum(each) - each, each)
+        slots, drafted = arrays.slots[:, self._states], np.repeat(each > 1, each)
+        self._state[slots[lines.tokens[drafted]]] = before[lines.tokens[drafted]]
+        kept = lines.tokens[drafted & (nth < np.repeat(counts, each))]
+        self._state[slots[kept]] = self._written[kept, None] + self._groups[self._states]
 
     def _logprobs(self, arrays: StepArrays, token_ids: I32, counts: I32 | None) -> dict[int, LogprobColumns]:
         wanted: dict[int, LogprobColumns] = {}

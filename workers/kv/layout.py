@@ -158,6 +158,11 @@ class KVLayout:
         assert layer.attention is not None
         return spec.shape(layer.attention.num_key_value_heads, layer.attention.head_dim, num_pages, block_size)
 
+    @property
+    def state_groups(self) -> list[int]:
+        """The groups of layers with states."""
+        return [group for group, spec in enumerate(self.specs) if spec.fills == "state"]
+
     def shape(self, num_pages: int) -> tuple[int, int, int]:
         """The shape of each tensor, of bytes: halves, pages, bytes of a half of a page."""
         return self._halves, num_pages, self._half_bytes

@@ -86,6 +86,8 @@ class Verification(RowExtra[Any]):
     def accept(self, step: StepColumns, sampled: I32, hidden: Tensor) -> tuple[I32, I32]:
         """As `_accepted`, which the drafter then learns. hidden [t, hidden]: the last states of the step's tokens."""
         tokens, counts = self._accepted(step, sampled)
+        if self._inputs.draft_states is not None:
+            self._inputs.draft_states.keep(step, counts)
         self._drafter.computed(step, counts, hidden)
         return tokens, counts
 

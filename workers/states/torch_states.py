@@ -2,6 +2,9 @@
 
 A request goes on from the page of the token before its first one, and leaves its state in that of its last one. A prompt leaves
 states on the way where its table names another page next (protocol/kv.py: RecurrentState).
+
+The tokens of a request with drafts are computed as decodes are, one after the other, so they give what decodes give. Each leaves its
+state in a page of its own (states/drafted.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -68,6 +71,15 @@ def segments(table: Sequence[int], start: int, count: int, first: int, block_siz
     return found
 
 
+class Round(NamedTuple):
+    """One token of each of r requests, side by side."""
+
+    tokens: slice | Tensor  # int64 [r] of the step's tokens
+    begins: Tensor  # bool [r]: the sequence begins here
+    read: Tensor  # int64 [r] pages
+    write: Tensor
+
+
 Update = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -89,16 +101,40 @@ class TorchStates:
     def __init__(self, batch: StepInputs, group: int, block_size: int) -> None:
         assert batch.lens is not None
         table, n = batch.block_tables[group], batch.num_decodes
-        at = batch.positions[:n, None]
-        self._num, self._begins = n, (at == 0)[:, 0]
-        self._read = table[:n].gather(1, (at - 1).clamp(min=0) // block_size)[:, 0]
-        self._write = table[:n].gather(1, at // block_size)[:, 0]
+        self._table, self._positions, self._size = table, batch.positions, block_size
         self._device = table.device
         self._segments: list[Segment] = []
-        first, lens = n, batch.lens
-        for row, count, length in zip(table[n:].tolist(), lens.query_lens, lens.context_lens, strict=True):
-            self._segments += segments(row, length - count, count, first, block_size)
+        first, lens, alone = n, batch.lens, list(range(n))
+        drafted = batch.draft_pages[group] if batch.draft_pages else None
+        for place, (count, length) in enumerate(zip(lens.query_lens, lens.context_lens, strict=True), n):
+            if drafted is not None and (count == 1 or drafted[place, 0] >= 0):
+                alone.append(place)
+            else:
+                self._segments += segments(table[place].tolist(), length - count, count, first, block_size)
             first += count
+        self._rounds: list[Round] = []
+        if drafted is not None:
+            counts = torch.tensor((1,) * n + lens.query_lens, device=self._device)
+            self._add_rounds(torch.tensor(alone, device=self._device), counts, drafted)
+        elif n:
+            self._rounds.append(self._round(torch.arange(n, device=self._device), slice(0, n)))
+
+    def _round(self, places: Tensor, tokens: slice | Tensor) -> Round:
+        """These tokens of requests, which go on from where their block tables say, and leave their states there."""
+        at, table = self._positions[tokens][:, None], self._table[places]
+        read = table.gather(1, (at - 1).clamp(min=0) // self._size)[:, 0]
+        return Round(tokens, (at == 0)[:, 0], read, table.gather(1, at // self._size)[:, 0])
+
+    def _add_rounds(self, places: Tensor, counts: Tensor, drafted: Tensor) -> None:
+        """The rounds of the requests at `places`: the first tokens of all, then the second ones of those that have any, and so on.
+        drafted: as StepInputs.draft_pages."""
+        firsts = counts.cumsum(0) - counts
+        for nth in range(int(counts[places].max())):
+            places = places[counts[places] > nth]
+            pages = drafted[places, nth]
+            one = self._round(places, firsts[places] + nth)
+            read = drafted[places, nth - 1] if nth else one.read
+            self._rounds.append(one._replace(read=read, write=torch.where(pages < 0, one.write, pages)))
 
     def _run(
         self,
@@ -111,20 +147,25 @@ class TorchStates:
     ) -> Tensor:
         """of_one takes the inputs of a segment, `rest` and its state, of_all the same of one token of each decode. Both give outputs
         and states."""
-        parts = []
-        if self._num:
-            state = read_states(halves, self._read, lines)
-            state = torch.where(self._begins.view(-1, *[1] * (state.dim() - 1)), 0, state)
-            out, state = of_all(*(each[: self._num] for each in inputs), *rest, state)
-            write_states(halves, self._write, state)
-            parts.append(out)
+        parts: list[tuple[slice | Tensor, Tensor]] = []
+        for tokens, begins, read_from, write_to in self._rounds:
+            state = read_states(halves, read_from, lines)
+            state = torch.where(begins.view(-1, *[1] * (state.dim() - 1)), 0, state)
+            out, state = of_all(*(each[tokens] for each in inputs), *rest, state)
+            write_states(halves, write_to, state)
+            parts.append((tokens, out))
         for begin, end, read, write in self._segments:
             pages = torch.tensor([max(read, 0), write], device=self._device)
             before = read_states(halves, pages[:1], lines)[0] if read >= 0 else None
             out, state = of_one(*(each[begin:end] for each in inputs), *rest, before)
             write_states(halves, pages[1:], state[None])
-            parts.append(out)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            parts.append((slice(begin, end), out))
+        if len(parts) == 1:
+            return parts[0][1]
+        found = parts[0][1].new_empty(len(inputs[0]), *parts[0][1].shape[1:])
+        for tokens, out in parts:
+            found[tokens] = out
+        return found
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:
         of_one, of_all = partial(causal_conv, silu=silu), partial(conv_update, silu=silu)

@@ -6,7 +6,7 @@ from typing import Any
 from rolling_hash import extend, generate, vector_of
 
 from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
-from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.edges.step import NO_LIMIT, Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import KVSpec
@@ -45,6 +45,7 @@ class Model:
             int, tuple[Pool, int, list[int]]
         ] = {}  # row -> task, length of the prompt, states computed so far
         self.kv_specs: tuple[KVSpec, ...] = ()
+        self.max_draft_lines = NO_LIMIT
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
 
@@ -173,6 +174,7 @@ class Bench:
                         reset.session,
                         *facts,
                         max_drafts=self.model.max_drafts,
+                        max_draft_lines=self.model.max_draft_lines,
                         pool_kinds=self.pool_kinds,
                         pooled_bytes=8,
                         attention_wave=528,

@@ -10,7 +10,6 @@ from tiny_models import spec_of
 
 from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.cli import main
@@ -238,22 +237,23 @@ def test_what_cannot_have_drafts_so_far(config: MeshConfig, device: str, said: s
 STATE = StateSpec(kind="mamba2", num_heads=4, head_dim=2, state_size=2, n_groups=2)
 
 
-@pytest.mark.parametrize(
-    ("spec", "pools", "said"),
-    [
-        (spec_of(), True, "LlamaForCausalLM gives vectors here, and no text to draft"),
-        (
-            spec_of(layers=Layers.alike(LayerSpec(state=STATE), 1)),
-            False,
-            "the states of LlamaForCausalLM cannot go back",
-        ),
-    ],
-)
-def test_models_that_cannot_have_drafts(spec: ModelSpec, pools: bool, said: str) -> None:
-    facts = flag_rules.Facts(spec, platforms.named("cpu"))
-    rules.check(speculative.rules(MeshConfig(), facts, pools=pools))
-    with pytest.raises(UsageError, match=f"^--speculative-config: {said}.*; leave it out$"):
-        rules.check(speculative.rules(MeshConfig(speculative=SpeculativeConfig(**NGRAM)), facts, pools=pools))
+def test_models_that_cannot_have_drafts() -> None:
+    facts = flag_rules.Facts(spec_of(), platforms.named("cpu"))
+    rules.check(speculative.rules(MeshConfig(), facts, pools=True))
+    said = "LlamaForCausalLM gives vectors here, and no text to draft; leave it out"
+    with pytest.raises(UsageError, match=f"^--speculative-config: {said}$"):
+        rules.check(speculative.rules(MeshConfig(speculative=SpeculativeConfig(**NGRAM)), facts, pools=True))
+
+
+def test_models_with_states_have_drafts_but_no_model_that_drafts() -> None:
+    facts = flag_rules.Facts(spec_of(layers=Layers.alike(LayerSpec(state=STATE), 1)), platforms.named("cpu"))
+    rules.check(speculative.rules(MeshConfig(speculative=SpeculativeConfig(**NGRAM)), facts, pools=False))
+    drafting = MeshConfig(speculative=SpeculativeConfig(method="draft_model", model="/a", num_speculative_tokens=2))
+    said = (
+        "method draft_model: caches of a model that drafts do not fit into pages of the states of LlamaForCausalLM; use"
+    )
+    with pytest.raises(UsageError, match=f"^--speculative-config: {said} ngram or suffix$"):
+        rules.check(speculative.rules(drafting, facts, pools=False))
 
 
 def test_the_command_line_and_python_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:

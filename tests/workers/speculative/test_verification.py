@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, new, tokens_of
-from drafted_steps import add, begun, decode, plain, verify
+from drafted_steps import Scripted, add, begun, decode, plain, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,10 +29,8 @@ from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
-from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import Drafts as Verified
-from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.speculative.drafter import Drafts, no_drafts
+from meshlm.workers.rows.step_columns import columns_of
 from meshlm.workers.speculative.verification import Verification
 
 TOKENS, MOST = 14, 5
@@ -66,36 +64,6 @@ EXTRAS: dict[str, Extras] = {
     "reasoning": (msgspec.structs.replace(DIGITS, begins_after="\n"),),
     "budget": (msgspec.structs.replace(DIGITS, begins_after="</t>", thinking=ThinkingBudget(3, "</t>")),),
 }
-
-
-class Scripted:
-    """Guesses what a test says: the row's own future, wrong in places, as far as it was told."""
-
-    def __init__(self) -> None:
-        self.texts: dict[int, list[int]] = {}  # by row: all its tokens
-        self.script: Iterator[tuple[int, int]] = repeat(
-            (0, 0)
-        )  # how many, and which of them is wrong (none: a large one)
-        self.tokens: I32 = np.empty((0, 0), np.int32)
-
-    def reset(self) -> None: ...
-
-    def add_row(self, new: NewRow) -> None: ...
-
-    def remove_row(self, row: int, num_known: int) -> None: ...
-
-    def computed(self, step: StepColumns, counts: I32, hidden: torch.Tensor) -> None: ...
-
-    def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
-        drafts = no_drafts(most)
-        for nth, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
-            count, wrong = next(self.script)
-            text = self.texts[row]
-            assert self.tokens[row, :length].tolist() == text[:length], "what is known is what really stands there"
-            ahead = text[length : length + min(count, int(most[nth]))]
-            drafts.tokens[nth, : len(ahead)] = [token + (at == wrong) for at, token in enumerate(ahead)]
-            drafts.counts[nth] = len(ahead)
-        return drafts
 
 
 @pytest.fixture(scope="module")

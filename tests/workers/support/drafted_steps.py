@@ -1,10 +1,12 @@
 """Steps that verify drafts, as a scheduler would plan them, and the texts that come of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
-from cpu_steps import BLOCK, LENGTH, PROMPTS, step, tokens_of
+import torch
+from cpu_steps import LENGTH, PROMPTS, step, tokens_of
 from msgspec.structs import replace
 
 from meshlm.protocol.edges.step import NewRow, StepPlan, StepResult
@@ -13,6 +15,9 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.speculative.drafter import Drafts, no_drafts
 
 
 class Text(NamedTuple):
@@ -20,9 +25,39 @@ class Text(NamedTuple):
     logprobs: list[LogprobColumns]  # token by token
 
 
+class Scripted:
+    """Guesses what a test says: the row's own future, wrong in places, as far as it was told."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}  # by row: all its tokens
+        self.script: Iterator[tuple[int, int]] = repeat(
+            (0, 0)
+        )  # how many, and which of them is wrong (none: a large one)
+        self.tokens: I32 = np.empty((0, 0), np.int32)
+
+    def reset(self) -> None: ...
+
+    def add_row(self, new: NewRow) -> None: ...
+
+    def remove_row(self, row: int, num_known: int) -> None: ...
+
+    def computed(self, step: StepColumns, counts: I32, hidden: torch.Tensor) -> None: ...
+
+    def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
+        drafts = no_drafts(most)
+        for nth, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+            count, wrong = next(self.script)
+            text = self.texts[row]
+            assert self.tokens[row, :length].tolist() == text[:length], "what is known is what really stands there"
+            ahead = text[length : length + min(count, int(most[nth]))]
+            drafts.tokens[nth, : len(ahead)] = [abs(token - (at == wrong)) for at, token in enumerate(ahead)]
+            drafts.counts[nth] = len(ahead)
+        return drafts
+
+
 def row_of(made: ModelEngine, row: int, tokens: list[int], num_prompt: int, params: SamplingParams) -> NewRow:
     """It has blocks for the whole context, in each group."""
-    blocks = LENGTH // BLOCK * made.rows.num_groups
+    blocks = -(-LENGTH // made.rows.block_size) * made.rows.num_groups
     own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32).tobytes()
     return NewRow(Row(row), np.array(tokens, np.int32).tobytes(), num_prompt, own, params)
 

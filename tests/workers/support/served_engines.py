@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
+from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.sampling import SamplingParams
@@ -47,13 +48,21 @@ class Engines(Model):
     """The engines of one scheduler, each in a thread; what no row of a step needs is NaN."""
 
     def __init__(
-        self, folder: Path, num_pages: int, backend: str, tp: int = 1, pp: int = 1, **flags_of_states: object
+        self,
+        folder: Path,
+        num_pages: int,
+        backend: str,
+        tp: int = 1,
+        pp: int = 1,
+        speculative: SpeculativeConfig | None = None,
+        **flags_of_states: object,
     ) -> None:
         self._pool = ThreadPoolExecutor(tp * pp)
         values: dict[str, object] = {"model": str(folder), "device": "cpu", "dtype": "float32", "block_size": BLOCK}
         values |= {"max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": STEP, "cpu_threads": 1}
         values |= {"attention_backend": backend, "kv_cache_memory": 1 << 30}
         config = resolve.resolve(flags.build(values | flags_of_states, None))
+        config = replace(config, speculative=speculative or config.speculative)
         group = shards(tp, pp)
         threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
 
@@ -65,10 +74,10 @@ class Engines(Model):
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         for engine in self.engines:
-            engine.compute.caches = engine.make_caches(num_pages)
+            engine._make_draft_states(num_pages, 0 if speculative is None else engine.facts.max_draft_lines)
         facts = self.engines[0].facts
-        super().__init__(num_pages, facts.block_size, pipeline=pp > 1)
-        self.kv_specs = facts.kv_specs
+        super().__init__(num_pages, facts.block_size, pipeline=pp > 1, max_drafts=facts.max_drafts)
+        self.kv_specs, self.max_draft_lines = facts.kv_specs, facts.max_draft_lines
         assert {engine.facts.kv_specs for engine in self.engines} == {self.kv_specs}
         self._tables: dict[int, list[int]] = {}
         self._starts: dict[int, int] = {}
@@ -98,6 +107,9 @@ class Engines(Model):
         for nth, row in enumerate(ints(plan.block_rows)):
             self._tables[row] += ints(plan.block_ids)[nth * width : (nth + 1) * width]
         self._starts.update(zip(ints(plan.rows), ints(plan.starts), strict=True))
+        if (verification := self.engines[0].verification) is not None:  # rows may be shorter than the plan can know
+            for row in {*ints(plan.rows)} - {new.row for new in plan.new_rows}:
+                self._starts[row] = min(self._starts[row], int(verification._num_known[row]) - 1)
         needed = set(self.cached)
         for row, table in self._tables.items():
             for group, spec in enumerate(self.kv_specs):
