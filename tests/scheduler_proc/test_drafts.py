@@ -120,7 +120,7 @@ def test_drafts_stay_within_the_worker_s_states(lines: int) -> None:
         drafts = ints(bench.plans[0].num_drafts)
         most = max(most, sum(1 + count for count in drafts if count))
         bench.step()
-    assert most == {4: 4, 6: 6, 9: 8}[lines], "a line alone has no draft"
+    assert lines - 1 <= most <= lines, "a line alone has no draft"
     assert bench.tokens == {handle: reference([handle], 20) for handle in range(1, 6)}
 
 

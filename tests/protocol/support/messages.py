@@ -224,6 +224,7 @@ FULL: tuple[Struct, ...] = (
         (pool.PoolKind.LAST,),
         256,
         528,
+        40,
     ),
     step.LastPlan(77, 76, 5),
     (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL)),
