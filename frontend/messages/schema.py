@@ -84,6 +84,7 @@ class MessagesRequest(Conversation, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     top_p: Share | None = None
     cache_salt: Salt | None = None
+    deterministic: bool | None = None
     num_speculative_tokens: NumDrafts | None = None
     priority: Priority = 0
     container: Any = None

@@ -94,6 +94,7 @@ def _generation(request: MessagesRequest) -> Json:
         "top_k": request.top_k,
         "top_p": request.top_p,
         "cache_salt": request.cache_salt,
+        "deterministic": request.deterministic,
         "num_speculative_tokens": request.num_speculative_tokens,
         "priority": request.priority,
     }

@@ -230,6 +230,7 @@ def _parsed(
         seed=None if request.seed is None else request.seed & 0x7FFF_FFFF_FFFF_FFFF,
         priority=request.priority,
         cache_salt=request.cache_salt or "",
+        deterministic=bool(request.deterministic),
         timeout_s=request.timeout or 0.0,
         extras=extras,
         beams=request.use_beam_search,

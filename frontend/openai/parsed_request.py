@@ -23,6 +23,7 @@ class MeshRequest(NamedTuple):
     num_choices: int = 1  # per prompt, as generated
     priority: int = 0
     cache_salt: str = ""
+    deterministic: bool = False  # the client asks for it
     timeout_s: float = 0.0
     extras: tuple[Extra, ...] = ()
     beams: bool = False  # the choices are those of one beam search

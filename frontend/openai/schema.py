@@ -97,6 +97,7 @@ class SamplingFields(Samplers, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: Salt | None = None
+    deterministic: bool | None = None  # it is the case, with --deterministic, or refused
     num_speculative_tokens: NumDrafts | None = None  # drafted in a step, at most; changes no answer
 
 

@@ -100,6 +100,8 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO)
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
+    if parsed_request.mesh.deterministic and not config.worker.deterministic:
+        raise field_error("deterministic", "the server was started without --deterministic")
     server = config.server
     if server.record_requests and generates(parsed_request.mesh.extras):
         parsed_request = parsed_request.with_answer(is_recorded=True)

@@ -183,6 +183,7 @@ class Application:
             bool(server.reasoning_parser),
             server.enable_prompt_embeds,
             resolved.num_speculative_tokens,
+            self._backend.config.worker.deterministic,
         )
         return openapi.document(self.operations(), self._backend.version, bool(self.keys), facts, server.root_path)
 

@@ -39,6 +39,7 @@ class Served(Struct, frozen=True):
     tells_reasoning: bool = False
     takes_embeds: bool = False
     most_drafts: int = 0
+    is_deterministic: bool = False
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -82,10 +83,10 @@ def refine(schemas: Json, served: Served) -> None:
         refined[name] = _fields(served) | {"input": _prompt(served), "messages": {}}
     for name, fields in refined.items():
         if name in schemas:
-            properties, every = (
-                schemas[name]["properties"],
-                fields | {"num_speculative_tokens": _up_to(served.most_drafts)},
-            )
+            properties = schemas[name]["properties"]
+            every = fields | {"num_speculative_tokens": _up_to(served.most_drafts)}
+            if not served.is_deterministic:
+                every["deterministic"] = {"enum": [False, None]}
             properties.update({field: schema for field, schema in every.items() if field in properties})
     if "ChatRequest" in schemas:
         text = "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true."

@@ -76,13 +76,16 @@ def write_table(packed: Tensor, forms: list[int], k: int, *, rounded: bool = Fal
 
 
 def pack(weight: Tensor) -> Tensor:
-    """float32 [n, k] -> packed, as float32; as bfloat16 or float16 where all numbers are such."""
-    n, k = weight.shape
+    """float32 [n, k] -> packed, as float32; as bfloat16 or float16 where all numbers are such. [experts, n, k] -> [experts, bytes], as
+    float32 always: experts of several ranks have one form."""
+    *experts, n, k = weight.shape
     weight = weight.contiguous()
-    forms = [int(call().meshlm_narrowest(weight.data_ptr(), n * k))] * -(-n // WIDTH)
-    packed = torch.empty(packed_bytes(forms, k), dtype=torch.uint8)
-    write_table(packed, forms, k)
-    call().meshlm_pack(weight.data_ptr(), packed.data_ptr(), n, k)
+    form = _FLOATS if experts else int(call().meshlm_narrowest(weight.data_ptr(), n * k))
+    forms = [form] * -(-n // WIDTH)
+    packed = torch.empty(*experts, packed_bytes(forms, k), dtype=torch.uint8)
+    for matrix, into in zip(weight.view(-1, n, k), packed.view(-1, packed.shape[-1]), strict=True):
+        write_table(into, forms, k)
+        call().meshlm_pack(matrix.data_ptr(), into.data_ptr(), n, k)
     return packed
 
 

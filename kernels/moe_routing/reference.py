@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.kernels.silu_mul.reference import sigmoid
+
 
 class Rule(NamedTuple):
     """The rule by which experts are chosen."""
@@ -28,7 +30,7 @@ def select_experts(
 ) -> tuple[Tensor, Tensor]:
     """logits [m, experts] -> int32 [m, k], best first, and float32 [m, k]. Tokens with a negative slot go to expert -1."""
     values = logits.float()
-    scores = values.sigmoid() if rule.sigmoid else values.softmax(dim=-1)
+    scores = sigmoid(values) if rule.sigmoid else values.softmax(dim=-1)
     choice = scores if correction_bias is None else scores + correction_bias.float()
     if rule.num_groups > 1:
         grouped = choice.view(len(choice), rule.num_groups, -1)

@@ -193,6 +193,13 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     worker_extension_cls: Annotated[
         str, Meta(description="class of yours, module.Class, whose methods POST /collective_rpc calls in every worker")
     ] = ""
+    deterministic: Annotated[
+        bool,
+        Meta(
+            description="the same request gets the same logits to the last bit, whatever is computed beside it; refused where that is "
+            "not proven (docs/determinism.md)"
+        ),
+    ] = False
     cpu_threads: Annotated[int, Meta(ge=0, description="threads of a CPU worker; 0: one per core", extra=PER_NODE)] = 0
     enable_sleep_mode: Annotated[
         bool,

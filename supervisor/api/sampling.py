@@ -134,6 +134,7 @@ class SamplingParams:
     logprob_token_ids: list[int] | None = None
     flat_logprobs: bool = False
     thinking_token_budget: int | None = None
+    deterministic: bool = False  # it is the case with LLM(deterministic=True), and refused without
     num_speculative_tokens: int | None = None  # drafted in a step, at most; the text is the same with any number
     repetition_detection: RepetitionDetectionParams | None = None
     extra_args: dict[str, Any] | None = None  # of logits processors

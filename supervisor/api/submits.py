@@ -54,6 +54,8 @@ class Submits:
             each = [replace(one, truncate_prompt_tokens=keep) for one in each]
         for one in {id(one): one for one in each}.values():
             one.check(self._vocab_size)
+            if one.deterministic and not self._config.worker.deterministic:
+                raise ValueError("SamplingParams.deterministic: the engine was made without LLM(deterministic=True)")
             one.check_reasoning(self._config.server.reasoning_parser)
             one.drafting(self._resolved.num_speculative_tokens)
             self._check_processors(one)

@@ -162,7 +162,8 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
             loop.add_signal_handler(number, on_signal)
     of = config.require_resolved()
-    display.line(f"starting {of.served_names[0]} on {of.device} in {of.dtype}{_instead_of_text(of)}")
+    exact = ", deterministic" if supervisor.config.worker.deterministic else ""
+    display.line(f"starting {of.served_names[0]} on {of.device} in {of.dtype}{exact}{_instead_of_text(of)}")
     try:
         await supervisor.start()
         announce = loop.create_task(_announce(supervisor, display))

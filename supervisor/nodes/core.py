@@ -5,6 +5,7 @@ of the sections below may not. Only samples of the weights are read.
 """
 
 import hashlib
+import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,19 @@ def facts(config: MeshConfig) -> dict[str, str]:
         if setting.section in SECTIONS and not ((setting.meta and setting.meta.extra) or {}).get("per_node"):
             value = getattr(resolved, setting.name, getattr(getattr(config, setting.section), setting.name))
             found[setting.flag] = str(value).replace(" ", "")
+    if (
+        config.worker.deterministic
+    ):  # kernels are compiled for the processor; the version says what they are compiled of
+        found |= {"the processor": _processor(), "torch": importlib.metadata.version("torch")}
     return found
+
+
+def _processor() -> str:
+    """A digest of the instruction set that this host's kernels are compiled for, and the processor's name."""
+    kinds = ("model name", "flags", "Features", "CPU part")
+    lines = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(kinds)}
+    names = [line.partition(":")[2].strip() for line in sorted(lines) if line.startswith(("model name", "CPU part"))]
+    return f"{hashlib.sha256(joined(*(line.encode() for line in sorted(lines)))).hexdigest()[:12]} ({', '.join(names)})"
 
 
 def differences(head: dict[str, str], node: dict[str, str]) -> str:

@@ -28,7 +28,16 @@ from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError, raised_as
-from meshlm.supervisor.settings import compilation, flag_rules, notes, parallel, placement, quantization, speculative
+from meshlm.supervisor.settings import (
+    compilation,
+    determinism,
+    flag_rules,
+    notes,
+    parallel,
+    placement,
+    quantization,
+    speculative,
+)
 from meshlm.supervisor.settings.drafter import with_drafter
 from meshlm.supervisor.settings.rules import check
 from meshlm.supervisor.settings.vectors import head_tokens, pooling_of
@@ -97,6 +106,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
         digest="",
     )
+    check(determinism.rules(config, resolved, family))
     resolved = with_drafter(config, resolved)
     digest = hashlib.sha256(msgspec.json.encode(replace(config, resolved=resolved))).hexdigest()[:12]
     return replace(config, resolved=replace(resolved, digest=digest))

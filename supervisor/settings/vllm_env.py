@@ -52,6 +52,7 @@ def _switch(text: str) -> bool:
 HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", _level),
     "VLLM_LOGGING_COLOR": ("log_color", _color),
+    "VLLM_BATCH_INVARIANT": ("deterministic", _switch),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _number),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _number),
@@ -91,15 +92,6 @@ FULFILLED: dict[str, tuple[tuple[str, ...], str]] = {
     "VLLM_WORKER_MULTIPROC_METHOD": (("spawn",), "processes are programs of their own, none is forked"),
 }
 """Variable -> values that ask for what is the case (_ANY: all of them), and what is the case, for whoever asks for another."""
-
-REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
-    "VLLM_BATCH_INVARIANT": (
-        _OFF,
-        "answers may depend on what else is computed in a step, as far as the device's arithmetic does (docs/fault-tolerance.md "
-        "says where they do not); leave it out",
-    )
-}
-"""Variable -> values that ask for nothing, and why another ends the start: answers do not have the property that it asks for."""
 
 INSTEAD = {
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "see --disable-custom-all-reduce",
@@ -144,9 +136,6 @@ KUBERNETES = re.compile(r"VLLM(_\w+)?_(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|
 def settings_of(environment: Mapping[str, str]) -> dict[str, object]:
     """The settings that the environment gives, by name. UsageError names the variable."""
     found: dict[str, object] = {}
-    for variable, (values, why) in REFUSED.items():
-        if not _is_one_of(environment.get(variable, ""), values):
-            raise UsageError(f"{variable}={environment[variable]}: {why}")
     for variable, (setting, read) in HONOURED.items():
         if text := environment.get(variable):
             with raised_as(UsageError, ValueError, of=f"{variable}={text}"):
@@ -174,7 +163,7 @@ def check_key(where: str, key: str) -> None:
 
 def without_effect(environment: Mapping[str, str]) -> str:
     """One line that names the variables that are set and do nothing; "" when there are none."""
-    known = {*HONOURED, *API_KEYS, *REFUSED}
+    known = {*HONOURED, *API_KEYS}
     found = {name: environment[name] for name in sorted(environment) if name.startswith("VLLM_") and name not in known}
     said = [told for name, text in found.items() if (told := _told(name, text))]
     return f"set in the environment and without effect: {', '.join(said)}" if said else ""

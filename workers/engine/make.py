@@ -24,6 +24,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.engine import ProgressReport
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import TorchKit
+from meshlm.workers.layers import cpu_ops
 from meshlm.workers.states.torch_states import WrongStates
 from meshlm.workers.weights.load import DTYPES
 
@@ -53,6 +54,10 @@ def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
     assert config.resolved is not None
     placement = placement or WorkerPlacement()
     if config.resolved.device == "cpu":
+        if config.worker.deterministic and not cpu_ops.available():
+            raise ProcessFatal(
+                "--deterministic: not proven without the compiled kernels, which need a C compiler; leave it out"
+            )
         torch.set_num_threads(config.worker.cpu_threads or len(os.sched_getaffinity(0)))
         return torch_engine(config, torch.device("cpu"), TorchKit(), report, placement)
     return _gpu_engine(config, report, placement)

@@ -67,10 +67,16 @@ class GroupedWeight(NamedTuple):
     device: torch.device
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]
+"""`ProductOps.linear`: x, packed, bias, outputs."""
+
+
 class WeightedLayer(nn.Module):
     """A linear layer, or the linear layers of all experts of a rank. Files fill its parameters, and its format changes them then."""
 
     weight: nn.Parameter
+    product: "Product | None" = None
+    """What multiplies by one of several matrices that `ProductOps.pack` has packed."""
 
     def __init__(
         self, inputs: int, outputs: int, format: "WeightFormat", *, bias: bool, stack: tuple[int, ...] = ()
@@ -206,8 +212,9 @@ class Unquantized(WeightFormat):
         layer.add("weight", layer.outputs, layer.inputs)
 
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
-        if not layer.stack:
-            layer.keep("weight", ops.pack(layer.weight))
+        layer.keep("weight", ops.pack(layer.weight))
+        if layer.stack and layer.weight.dtype == torch.uint8:
+            layer.product = ops.linear
 
     def values(self, layer: WeightedLayer) -> Tensor:
         return layer.weight.data
@@ -216,6 +223,8 @@ class Unquantized(WeightFormat):
         return ops.linear(x, layer.weight, layer.bias, layer.outputs)
 
     def expert_linear(self, layer: WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
+        if layer.product is not None:
+            return layer.product(x, layer.weight[number], bias, layer.outputs)
         return F.linear(x, layer.weight[number], bias)
 
     def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
@@ -227,18 +236,13 @@ class PackedGGUF(Unquantized):
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._linear: Callable[[Tensor, Tensor, Tensor | None, int], Tensor] | None = None
 
     def add_parameters(self, layer: WeightedLayer) -> None:
         layer.add("weight", self._size, dtype=torch.uint8)
 
     def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
         """The loader has packed it."""
-        self._linear = ops.linear
-
-    def expert_linear(self, layer: WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
-        assert self._linear is not None
-        return self._linear(x, layer.weight[number], bias, layer.outputs)
+        layer.product = ops.linear
 
 
 UNQUANTIZED = Unquantized()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.kernels.moe_routing.reference import Rule
+from meshlm.kernels.silu_mul.reference import sigmoid
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import StepInputs
@@ -143,7 +144,7 @@ class MoE(nn.Module):
         found = self.shared.of_normed(y, ops)
         if self.shared_gate is None:
             return found
-        return found._replace(value=found.value * self.shared_gate(y, ops).sigmoid())
+        return found._replace(value=found.value * sigmoid(self.shared_gate(y, ops)))
 
 
 def _added(a: PartialSum, b: PartialSum, dtype: torch.dtype, ops: Ops) -> PartialSum:

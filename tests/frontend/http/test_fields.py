@@ -35,8 +35,8 @@ from meshlm.frontend.routes.application import served
 
 # Fields that change no answer on any path: who asks, for which model, in what order, for how long something is kept.
 NAMES_AND_PLACES = {"model", "user", "user_profile_id", "workspace_id", "request_id", "priority", "cache_salt", "cache_control",
-                    "num_speculative_tokens", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-                    "diagnostics", "inference_geo", "file", "language", "to_language"}  # fmt: skip
+                    "num_speculative_tokens", "deterministic", "metadata", "store", "service_tier", "safety_identifier",
+                    "prompt_cache_key", "diagnostics", "inference_geo", "file", "language", "to_language"}  # fmt: skip
 # What is said in the words of one path alone, so that no other path's client says it.
 OF_ONE_PATH = {"token_ids", "features", "assistant_tokens_mask", "token_offsets", "generate_response", "generate_responses",
                "prompt_tokens", "chat_request", "completion_request", "items", "label_token_ids", "apply_softmax", "item_first",

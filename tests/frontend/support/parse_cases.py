@@ -133,6 +133,8 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"thinking_token_budget": None}, "extras", ()),
     ("both", {"num_speculative_tokens": 0}, "extras", ()),
     ("both", {"cache_salt": "tenant"}, "cache_salt", "tenant"),
+    ("both", {"deterministic": True}, "deterministic", True),
+    ("both", {"deterministic": None}, "deterministic", False),
     ("both", {"return_token_ids": True}, "return_token_ids", True),
     ("both", {"timeout": 0.5}, "timeout_s", 0.5),
     ("both", {"zeta": 1, "alpha": None}, "unknown_fields", ("alpha", "zeta")),

@@ -118,6 +118,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "thinking_token_budget": [0, 100, -2, False, 0.5, HUGE, "some"],
             "priority": [None, 1 << 31, -(1 << 31) - 1, HUGE, 0.5, "high"],
             "cache_salt": [1, ["a"], ""],
+            "deterministic": [2, "maybe", {}],
             "num_speculative_tokens": [-1, 1, HUGE, 0.5, "some", True],
             "request_id": [1, {}, "", "two words", "ü", "a\r\nb: c", "a\n", "x" * 129],
             "return_token_ids": [2, "yes"],

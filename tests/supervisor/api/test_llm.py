@@ -52,6 +52,11 @@ def test_a_prompts_own_seed_wins(llm_of: Any) -> None:
     assert seeds(llm_of(model="m", seed=3), SamplingParams(seed=7)) == [7, 7]
 
 
+def test_a_property_that_the_engine_does_not_promise_is_refused(llm_of: Any) -> None:
+    with pytest.raises(ValueError, match=r"^SamplingParams.deterministic: the engine was made without LLM\(determin"):
+        llm_of(model="m").generate("a", SamplingParams(deterministic=True), use_tqdm=False)
+
+
 def test_priorities_need_their_policy(llm_of: Any) -> None:
     """As over HTTP: they would be ignored."""
     with pytest.raises(ValueError, match=r"^priority: requests wait in order of arrival"):

@@ -105,19 +105,19 @@ def test_what_kubernetes_sets_for_a_service_is_not_vllms() -> None:
 def test_the_table_names_variables_that_there_are() -> None:
     """The list is of vLLM 0.26."""
     names = set((Path(__file__).parents[1] / "vllm_env_names.txt").read_text().split())
-    tables = (vllm_env.HONOURED, vllm_env.FULFILLED, vllm_env.INSTEAD, vllm_env.REFUSED, ("VLLM_API_KEY",))
+    tables = (vllm_env.HONOURED, vllm_env.FULFILLED, vllm_env.INSTEAD, ("VLLM_API_KEY",))
     listed = [name for table in tables for name in table]
     assert set(listed) - names <= OLDER
     assert len(listed) == len(set(listed)), "each has one answer"
     line = vllm_env.without_effect(dict.fromkeys(names, "neither"))
     silent = {name for name, (values, _) in vllm_env.FULFILLED.items() if not values}
-    silent |= {*vllm_env.HONOURED, *vllm_env.REFUSED, "VLLM_API_KEY"}
+    silent |= {*vllm_env.HONOURED, "VLLM_API_KEY"}
     assert {name for name in names if f" {name}" not in line} == names & silent
 
 
-def test_the_document_names_what_is_honoured_and_refused() -> None:
+def test_the_document_names_what_is_honoured() -> None:
     text = (Path(__file__).parents[3] / "docs" / "from-vllm.md").read_text("utf-8")
-    assert [name for name in (*vllm_env.HONOURED, *vllm_env.REFUSED) if f"`{name}" not in text] == []
+    assert [name for name in vllm_env.HONOURED if f"`{name}" not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,12 @@ def test_a_value_that_asks_for_what_is_the_case_is_not_named() -> None:
             assert vllm_env.without_effect({name: value}) == "", (name, value)
 
 
-def test_a_property_of_answers_that_they_do_not_have_ends_the_start() -> None:
-    with pytest.raises(
-        UsageError, match="VLLM_BATCH_INVARIANT=1: answers may depend on what else is computed in a step"
-    ):
-        vllm_env.settings_of({"VLLM_BATCH_INVARIANT": "1"})
-    for nothing in ("", "0", "False"):
-        assert vllm_env.settings_of({"VLLM_BATCH_INVARIANT": nothing}) == {}
+def test_a_property_of_answers_is_asked_for_by_a_variable() -> None:
+    """Where it is not proven the start ends, as with the flag (test_determinism.py)."""
+    assert vllm_env.settings_of({"VLLM_BATCH_INVARIANT": "1"}) == {"deterministic": True}
+    assert vllm_env.settings_of({"VLLM_BATCH_INVARIANT": "0"}) == {"deterministic": False}
+    with pytest.raises(UsageError, match="VLLM_BATCH_INVARIANT=yes: 0 or 1 is expected"):
+        vllm_env.settings_of({"VLLM_BATCH_INVARIANT": "yes"})
 
 
 @pytest.mark.parametrize("words", [("m\udcff",), ("--served-model-name", "a", "\udcff"), ("--run-dir", "\udcff")])

@@ -1,17 +1,26 @@
 """The CPU engine is batch-invariant: a request's logits and draws are the same to the last bit however its steps are made up."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from small_models import BLOCK, GEMMA, LATENT, SMALL, caches, load, run
+import torch.nn.functional as F
+from packed_models import KINDS as PACKED
+from packed_models import write as write_packed
+from quantised_models import KINDS as QUANTISED
+from quantised_models import write as write_quantised
+from sharded_models import Threads, load_shards, together
+from small_models import BLOCK, CLASSIC, DEEPSEEK, DENSE, GEMMA, GEMMA4, LATENT, MOE, SMALL, caches, load, run
 from torch import Tensor
 
+from meshlm.architectures.registry import family_of
+from meshlm.kernels.silu_mul.reference import ACTIVATIONS, sigmoid
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.supervisor.settings import determinism
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.models.cpu_layers import fuse_decoder
 from meshlm.workers.models.decoder import Decoder, LayerClasses
@@ -36,6 +45,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", GEMMA),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
+EXPERTS = ("mixtral", "qwen2-moe-some", "gpt-oss", "llama4", "qwen3-moe-sparse")
+LIKE = (
+    "olmo2",
+    "cohere",
+    "glm4",
+    "starcoder2",
+    "exaone4",
+    "granite-moe",
+    "glm4-moe",
+    "minimax-m2",
+    "olmo",
+    "olmoe",
+    "phimoe",
+)
+LIKE += (
+    "hunyuan",
+    "ministral3",
+    "gpt2",
+    "phi",
+    "bloom",
+    "falcon-11b",
+    "deepseek-v2",
+    "deepseek-v3",
+    "gemma4-e2b",
+    "gemma4-moe",
+)
+OF_ALL = {**MOE, **DENSE, **CLASSIC, **DEEPSEEK, **GEMMA4}
+OTHER_CASES = {name: OF_ALL[name] for name in (*EXPERTS, *LIKE)} | {"gemma": ("GemmaConfig", GEMMA)}
+OTHER_CASES["gpt2"][1]["n_positions"] = LENGTH
+EACH = CASES | OTHER_CASES
 
 
 @pytest.fixture(autouse=True)
@@ -49,14 +88,14 @@ def model_of(case: str, path: Path) -> Decoder:
     import transformers
 
     torch.manual_seed(0)
-    name, extra = CASES[case]
+    name, extra = EACH[case]
     config = getattr(transformers, name)(**{**SMALL, **extra})
     config._attn_implementation = "eager"
     transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
     model = load(path)
     assert not isinstance(model.ops, TorchOps), "the CPU kernels could not be compiled"
     fuse_decoder(model, "cpu")
-    assert (model.executor is None) == (model.classes != LayerClasses())
+    assert case not in CASES or (model.executor is None) == (model.classes != LayerClasses())
     return model
 
 
@@ -76,7 +115,7 @@ class Crowd:
         blocks = list(range((1 + OTHERS) * LENGTH // BLOCK))
         chance.shuffle(blocks)  # a context lies anywhere
         self._tables = [blocks[place::18][: LENGTH // BLOCK] for place in range(1 + OTHERS)]
-        self._kv = caches(model.spec, len(blocks))
+        self._kv = caches(model.local, len(blocks))
         for cache in self._kv:
             cache.keys.fill_(torch.nan)  # what nobody wrote counts for nobody
             cache.values.fill_(torch.nan)
@@ -127,6 +166,95 @@ def test_logits_do_not_depend_on_the_step(case: str, tmp_path: Path) -> None:
     assert torch.equal(Crowd(model, tokens, 3, chance).logits(resumed), expected), "prefill, decodes, prefill"
 
 
+def check_some_steps(model: Decoder, chance: random.Random) -> None:
+    """Whole, with decodes between two prompts, and in chunks beside others with 2 threads."""
+    tokens = [chance.randrange(200) for _ in range(LENGTH)]
+    torch.set_num_threads(1)
+    expected = Crowd(model, tokens, 0, chance).logits([LENGTH])
+    assert expected.isfinite().all()
+    torch.set_num_threads(2)
+    for others, parts in (
+        (0, [57, *[1] * 8, LENGTH - 65]),
+        (1, cut(LENGTH, chance, 90)),
+        (17, cut(LENGTH, chance, 60)),
+    ):
+        found = Crowd(model, tokens, others, chance).logits(parts)
+        assert torch.equal(found, expected), f"{parts} beside {others}"
+
+
+@pytest.mark.parametrize("case", OTHER_CASES)
+def test_logits_of_other_models_and_of_experts(case: str, tmp_path: Path) -> None:
+    check_some_steps(model_of(case, tmp_path), random.Random(case))
+
+
+@pytest.mark.parametrize("name", ["gptq-act-order", "w8a16", "fp8-dynamic", "fp8-blocks"])
+def test_logits_of_quantised_weights(name: str, tmp_path: Path) -> None:
+    if name in PACKED:
+        write_packed(tmp_path, PACKED[name])
+    else:
+        write_quantised(tmp_path, QUANTISED[name])
+    check_some_steps(load(tmp_path), random.Random(name))
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2-moe-some"])
+def test_logits_of_two_tensor_parallel_ranks(case: str, tmp_path: Path) -> None:
+    """For two ranks there is one order of a sum."""
+    model_of(case, tmp_path)
+
+    def work(model: Decoder, comm: Threads) -> Tensor:
+        chance = random.Random(case)
+        tokens = [chance.randrange(200) for _ in range(LENGTH)]
+        steps = ((0, [LENGTH]), (0, [57, *[1] * 8, LENGTH - 65]), (5, cut(LENGTH, chance, 50)))
+        return torch.stack([Crowd(model, tokens, others, chance).logits(parts) for others, parts in steps])
+
+    for found in together(load_shards(tmp_path, 2, 1), work):
+        assert found.isfinite().all()
+        for other in found[1:]:
+            assert torch.equal(other, found[0])
+
+
+def test_each_class_that_is_said_to_be_proven_is_compared_here() -> None:
+    """--deterministic takes those alone (supervisor/settings/determinism.py)."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    found = set()
+    for name, _ in EACH.values():
+        kind = getattr(transformers, name).model_type
+        family = family_of(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
+        assert family is not None
+        found.add(family.model)
+    assert set(determinism.PROVEN) == found
+
+
+PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_activations_do_not_depend_on_the_place(name: str) -> None:
+    """Nor on how many elements there are: those of a vector of the processor and those behind the last one are computed alike."""
+    assert PLAIN.keys() == {*ACTIVATIONS, "sigmoid"}
+    act = ACTIVATIONS.get(name, sigmoid)
+    x = torch.randn(70_001, generator=torch.Generator().manual_seed(0)) * 4
+    torch.set_num_threads(1)
+    expected = act(x)
+    exact = PLAIN[name](x.double())
+    torch.testing.assert_close(expected.double(), exact, atol=1e-6, rtol=1e-6)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for begin, end in ((0, 1), (5, 6), (3, 20), (1, 34), (7, 40_000), (40_001, 70_001), (1, 70_001)):
+            assert torch.equal(act(x[begin:end]), expected[begin:end]), (threads, begin, end)
+        rows = x[:70_000].view(100, 700)
+        assert torch.equal(act(rows[:, 13:400]), expected[:70_000].view(100, 700)[:, 13:400]), threads
+
+
 PARAMS = [
     SamplingParams(temperature=1.0, seed=5),
     SamplingParams(temperature=0.7, seed=6, top_p=0.9),
@@ -134,6 +262,10 @@ PARAMS = [
     SamplingParams(temperature=0.9, seed=8, min_p=0.05),
     SamplingParams(temperature=1.0, seed=9, repetition_penalty=1.2, frequency_penalty=0.3),
     SamplingParams(temperature=0.0, seed=10),
+    SamplingParams(temperature=1.0, seed=11, typical_p=0.8),
+    SamplingParams(temperature=1.0, seed=12, top_n_sigma=1.5),
+    SamplingParams(temperature=1.0, seed=13, xtc_probability=0.7, xtc_threshold=0.01),
+    SamplingParams(temperature=1.0, seed=14, dry_multiplier=0.8),
 ]
 
 
