@@ -17,6 +17,7 @@ from meshlm.protocol.config import (
 )
 from meshlm.protocol.layers import Layers, LayerSpec, MLASpec, MoESpec, StateSpec
 from meshlm.protocol.model import ModelSpec, QuantizationScheme, QuantizationSpec
+from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.pooling import PoolingSpec
 from meshlm.supervisor.errors import UsageError
 from meshlm.supervisor.nodes import core
@@ -25,7 +26,13 @@ from meshlm.supervisor.settings import determinism, rules
 WANTED = WorkerConfig(deterministic=True)
 LLAMA = spec_of()
 STATE = StateSpec(kind="mamba2", num_heads=4, head_dim=2, state_size=2, n_groups=2)
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 SPARSE = MLASpec(**LATENT, index_topk=4, index_n_heads=1, index_head_dim=8)
 MOE = MoESpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
 INT8 = QuantizationScheme(targets=("Linear",), weight="channel", activation="token", integers=True)
@@ -55,7 +62,7 @@ def check(config: MeshConfig, spec: ModelSpec = LLAMA, **changes: Any) -> None:
         (
             {},
             LLAMA,
-            {"pooling": PoolingSpec(kind="LAST", tasks=("embed",), size=8)},
+            {"pooling": PoolingSpec(kind=PoolKind.LAST, tasks=("embed",), size=8)},
             "not proven for vectors and scores",
         ),
         (

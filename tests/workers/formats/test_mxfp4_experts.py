@@ -17,6 +17,7 @@ from meshlm.kernels.packed_experts.plan import DirectShape
 from meshlm.kernels.tuning.core import OPERATIONS
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.layers import cpu_ops
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.moe.experts import self_test
 from meshlm.workers.moe.experts.triton import epilogues
@@ -41,6 +42,7 @@ def logits(model: Decoder) -> torch.Tensor:
 
 def test_kept_and_decoded_are_one_model(kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_mxfp4(tmp_path)
+    monkeypatch.setattr(cpu_ops, "available", lambda: False)  # whose kernels pack values
     packed = load(tmp_path)
     monkeypatch.setattr("meshlm.workers.weights.load.keeps_mxfp4", lambda *given: False)
     decoded = load(tmp_path)

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", GEMMA | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
 }
 EXPERTS = ("mixtral", "qwen2-moe-some", "gpt-oss", "llama4", "qwen3-moe-sparse")
-LIKE = (
+LIKE: tuple[str, ...] = (
     "olmo2",
     "cohere",
     "glm4",
@@ -72,7 +72,7 @@ LIKE += (
     "gemma4-moe",
 )
 OF_ALL = {**MOE, **DENSE, **CLASSIC, **DEEPSEEK, **GEMMA4}
-OTHER_CASES = {name: OF_ALL[name] for name in (*EXPERTS, *LIKE)} | {"gemma": ("GemmaConfig", GEMMA)}
+OTHER_CASES = {name: OF_ALL[name] for name in (*EXPERTS, *LIKE)} | {"gemma": ("GemmaConfig", {"head_dim": 16})}
 OTHER_CASES["gpt2"][1]["n_positions"] = LENGTH
 EACH = CASES | OTHER_CASES
 
