@@ -91,12 +91,15 @@ class RowTable:
         changes.runs(self.columns_at + row * self._column_ints, self._column_ints, self.columns.ints(row))
 
     def _appended(self, rows: I32) -> I64:
-        """Places of new blocks, in each group. A row may get several; its pairs stand together and in order."""
-        first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        """Places of new blocks, in each group. A row may get several, in order, with other rows' between them."""
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         lengths = np.diff(np.append(first, len(rows)))
-        nth = np.arange(len(rows)) - np.repeat(first, lengths)
+        nth = np.empty(len(rows), np.int64)
+        nth[order] = np.arange(len(rows)) - np.repeat(first, lengths)
         within = rows.astype(np.int64) * self.table_width + self._num_blocks[rows] + nth
-        self._num_blocks[rows[first]] += lengths
+        self._num_blocks[ordered[first]] += lengths
         places: I64 = (within[:, None] + self._table_at).ravel()
         return places
 
