@@ -18,7 +18,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     resolved = SimpleNamespace(eos_token_ids=(), logits_processors=(), spec=spec, **none)
 
     def resolve(config: MeshConfig, at_most: int | None) -> Any:
-        given = {name: getattr(config, name) for name in ("model", "scheduler", "server")}
+        given = {name: getattr(config, name) for name in ("model", "scheduler", "server", "worker")}
         return SimpleNamespace(**given, require_resolved=lambda: resolved)
 
     client = SimpleNamespace(new_handle=iter(range(1, 100)).__next__)
