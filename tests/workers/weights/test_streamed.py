@@ -107,7 +107,7 @@ def test_what_cannot_be_streamed_is_one_line(folder: Path, stored: Any, tmp_path
         if ".safetensors" in path:
             stored.rm(path)
     stored.pipe_file("/bucket/models/mine/pytorch_model.bin", b"")
-    with pytest.raises(ModelFilesError, match="safetensors are what is streamed"):
+    with pytest.raises(ModelFilesError, match="safetensors are streamed"):
         resolve_model(URL)
 
 
