@@ -207,7 +207,7 @@ def by_rank(said: list[Any]) -> dict[str, dict[str, float]]:
 
 def cpu_seconds(llm: Any) -> dict[tuple[str, int], float]:
     """So far, by role and number."""
-    pids = {(process.role, process.index): process.pid for process in llm._supervisor.status().processes}
+    pids = {(process.role, process.index): process.pid for process in llm._background.supervisor.status().processes}
     used = {name: psutil.Process(pid).cpu_times() for name, pid in {**pids, ("client", 0): os.getpid()}.items()}
     return {name: times.user + times.system for name, times in used.items()}
 

@@ -173,9 +173,9 @@ from meshlm.workers.fake.tokens import expected_token
 llm = LLM(device="fake", max_model_len="512", fake_step_ms=10)
 def kill_all():
     for role in ("detokenizer", "scheduler", "worker", "coordinator"):
-        for pid in [process.pid for process in llm._supervisor.status().processes if process.role == role]:
+        for pid in [process.pid for process in llm._background.supervisor.status().processes if process.role == role]:
             os.kill(pid, signal.SIGKILL)
-            while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
+            while any(process.pid == pid or process.state != "ready" for process in llm._background.supervisor.status().processes):
                 time.sleep(0.01)
 def kill_when_tokens_flow():
     while not any(choice.token_ids for choice in list(llm._client.mesh_client.tracker.by_handle.values())):
@@ -218,9 +218,9 @@ def ask(number, prompt, kind):
     return submit, RequestOutput(f"p{number}", None, prompt, [CompletionOutput(0)])
 def kill_all():
     for role in ("detokenizer", "scheduler", "worker", "coordinator"):
-        for pid in [process.pid for process in llm._supervisor.status().processes if process.role == role]:
+        for pid in [process.pid for process in llm._background.supervisor.status().processes if process.role == role]:
             os.kill(pid, signal.SIGKILL)
-            while any(process.pid == pid or process.state != "ready" for process in llm._supervisor.status().processes):
+            while any(process.pid == pid or process.state != "ready" for process in llm._background.supervisor.status().processes):
                 time.sleep(0.01)
 kinds = list(PoolKind)
 asked = [([300 + number] + list(range(300, 811 - number)), kinds[number % len(kinds)]) for number in range(30)]
@@ -254,7 +254,7 @@ from meshlm import LLM, SamplingParams
 from meshlm.supervisor.errors import StartError
 llm = LLM(device="fake", fake_step_ms=5, max_restarts=1, detokenizers=1)
 role, wish = os.environ["ROLE"], pathlib.Path(os.environ["DIES_AT_START"])
-(pid,) = [pid for identity, pid in llm._supervisor._incarnations.pids().items() if identity.role.value == role]
+(pid,) = [pid for identity, pid in llm._background.supervisor._incarnations.pids().items() if identity.role.value == role]
 def kill():
     wish.write_text(role)
     os.kill(pid, signal.SIGKILL)
@@ -277,7 +277,7 @@ print("done")
 ALL_READY = """
 from meshlm import LLM
 llm = LLM(device="fake", detokenizers=4)
-assert {process.state for process in llm._supervisor.status().processes} == {"ready"}
+assert {process.state for process in llm._background.supervisor.status().processes} == {"ready"}
 print("done")
 """
 

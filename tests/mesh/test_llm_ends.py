@@ -123,7 +123,7 @@ ENDS = """
 import gc, os
 from meshlm import LLM, SamplingParams
 def pids(llm):
-    return [process.pid for process in llm._supervisor.status().processes if process.role != "supervisor"]
+    return [process.pid for process in llm._background.supervisor.status().processes if process.role != "supervisor"]
 def alive(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 one, two = LLM(device="fake"), LLM(device="fake")
