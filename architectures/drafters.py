@@ -28,7 +28,7 @@ from meshlm.protocol.layers import Layers
 from meshlm.protocol.model import DraftSpec, ModelSpec
 
 NEXTN = "NextN"
-"""What stands behind the name of a target's architecture in that of the layer that drafts for it."""
+"""The layer that drafts for a target has the name of the target's architecture, and this behind it."""
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
 

@@ -167,9 +167,8 @@ class Decoder(nn.Module):
         self.classifier = Classifier(spec, spec.head) if spec.head is not None and shard.is_last else None
         self.rope = torch.empty(0)
         self.comm: Communicator = SINGLE_RANK
-        self._max_len, self._head_rows, self._head_weight = max_len, rows, torch.empty(0)
+        self._max_len, self._head_rows, self._head_weight, self.tapped = max_len, rows, torch.empty(0), torch.empty(0)
         self._taps: tuple[int, ...] = ()
-        self.tapped, self._dtype = torch.empty(0), torch.get_default_dtype()
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
@@ -177,8 +176,7 @@ class Decoder(nn.Module):
         if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
             if self.head is not None:
                 self.classifier.take(self.head.format.values(self.head))
-            else:
-                assert self.embed is not None
+            elif self.embed is not None:  # tied
                 self.classifier.take(self.embed.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         self.prepare_weights(self)
@@ -275,19 +273,18 @@ class Decoder(nn.Module):
 
     def tap(self, layers: tuple[int, ...], most: int) -> None:
         """Once, after `prepare` and before the first step of at most so many tokens: from then on `forward` leaves in the first rows of
-        `tapped` [most, layers * hidden] the states behind its first layers[0] layers, behind its first layers[1], and so on. Layers are
-        computed one by one then, and no two micro-batches at once. ProcessFatal: it does not compute as most models do."""
+        `tapped` [most, layers * hidden] the states behind its first layers[0] layers, its first layers[1], and so on. Layers are
+        computed one by one then, no two micro-batches at once. ProcessFatal: it does not compute as most models do."""
         if type(self).forward is not Decoder.forward or not all(0 < one <= len(self.layers) for one in layers):
             raise ProcessFatal(f"{self.spec.architecture} does not give the states behind its layers {layers}")
-        some = next(self.layers.parameters())
-        self.tapped = torch.empty(most, len(layers) * self.spec.hidden_size, dtype=self._dtype, device=some.device)
+        size, like = len(layers) * self.spec.hidden_size, self.tapped
+        self.tapped = torch.empty(most, size, dtype=like.dtype, device=self.rope.device)
         self._taps, self.executor = layers, None
 
     def _leave(self, x: PartialSum, behind: int) -> PartialSum:
         state = self.state(x)
         places = self.tapped[: len(state)].unflatten(1, (len(self._taps), -1))
-        for place in (place for place, layers in enumerate(self._taps) if layers == behind):
-            places[:, place] = state
+        places[:, [place for place, layers in enumerate(self._taps) if layers == behind]] = state[:, None]
         return PartialSum(state)
 
     def normed(self, x: PartialSum) -> Tensor:
