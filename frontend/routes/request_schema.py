@@ -4,6 +4,7 @@ Called by openapi.py. What parse.py, messages.py and prompts.py check is written
 holds that requests made from it are served.
 """
 
+import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 from msgspec import Struct
 
 from meshlm.frontend.messages import request_schema as anthropic
+from meshlm.frontend.openai.prompts import MAX_PROMPTS
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.frontend.responses_api import request_schema as responses_api
+from meshlm.frontend.vectors.parse import MAX_PAIRS, PAIRS
 from meshlm.runtime.mesh.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
@@ -21,6 +24,7 @@ OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # o
 FORMS = {"TranscriptionRequest", "TranslationRequest"}
 OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
+_TOKENLESS = "Text of which the tokenizer makes no token is refused."  # it alone knows which: JSON schema cannot say it
 _NULL: Json = {"type": "null"}
 _STRING: Json = {"type": "string"}
 _CHOICE: Json = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
@@ -73,14 +77,16 @@ def refine(schemas: Json, served: Served) -> None:
     refined["ResponsesRequest"]["structured_outputs"] = _or_null(*_constraints())
     either: Json = {"anyOf": [_TEXT, _ids(served, minItems=1)]}
     maybe_empty: Json = {"anyOf": [_STRING, _ids(served)]}
-    items = partial(_list, minItems=1, maxItems=2048)
+    items = partial(_list, minItems=1, maxItems=MAX_PROMPTS)
+    prompts = "The query and an item are a prompt. " + _TOKENLESS
     refined["GenerativeScoringRequest"] = _fields(served) | {
-        "query": maybe_empty,
-        "items": items(maybe_empty),
+        "query": {"description": prompts, **maybe_empty},
+        "items": {"description": prompts, **items(maybe_empty)},
         "label_token_ids": _ids(served, minItems=1, maxItems=MAX_LOGPROB_IDS),
     }
     for name in OF_INPUTS:
         refined[name] = _fields(served) | {"input": _prompt(served), "messages": {}}
+    refined |= _of_pairs(served)
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]
@@ -106,10 +112,27 @@ def refine(schemas: Json, served: Served) -> None:
     for name in OF_INPUTS:
         if name in schemas:
             schemas[name]["oneOf"] = [_given("input", "messages"), _given("messages", "input")]
+    if "ScoreRequest" in schemas:
+        given = [{"required": pair, "properties": {name: {"not": _NULL} for name in pair}} for pair in PAIRS]
+        schemas["ScoreRequest"]["anyOf"] = given
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:
         schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served)
+
+
+def _of_pairs(served: Served) -> Json:
+    """The fields of bodies whose texts are compared or embedded in lists, by body."""
+    texts = _list(_STRING, minItems=1, maxItems=MAX_PAIRS)
+    one_or_more = {"description": _TOKENLESS, **_or_null(_STRING, texts)}
+    documents = {"anyOf": [_STRING, _object(["text"], {"text": _STRING})]}
+    several = _list(documents, minItems=1, maxItems=MAX_PAIRS)
+    return {
+        "ScoreRequest": _fields(served) | dict.fromkeys(itertools.chain(*PAIRS), one_or_more),
+        "RerankRequest": _fields(served) | {"documents": {"description": _TOKENLESS, "anyOf": [_STRING, several]}},
+        "CohereEmbedRequest": _fields(served)
+        | {"texts": {"description": _TOKENLESS, **_or_null(_list(_STRING, minItems=1, maxItems=MAX_PROMPTS))}},
+    }
 
 
 def _refine_forms(schemas: Json, served: Served) -> None:
@@ -221,8 +244,8 @@ def _ids(served: Served, **limits: int) -> Json:
 
 def _prompt(served: Served) -> Json:
     ids = _ids(served, minItems=1)
-    several = [_list(kind, minItems=1) for kind in (_TEXT, ids)]
-    return {"description": "Text, token ids, or a list of either.", "anyOf": [_TEXT, ids, *several]}
+    several = [_list(kind, minItems=1, maxItems=MAX_PROMPTS) for kind in (_TEXT, ids)]
+    return {"description": f"Text, token ids, or a list of either. {_TOKENLESS}", "anyOf": [_TEXT, ids, *several]}
 
 
 def _message(*, takes_embeds: bool = False) -> Json:

@@ -16,6 +16,7 @@ from meshlm.protocol.pooling import PoolingSpec, PoolingTask
 
 _INPUT: Mapping[str, str] = MappingProxyType({"prompt": "input"})
 MAX_PAIRS = 4096
+PAIRS = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))  # of POST /score
 
 
 class Pairs(NamedTuple):
@@ -141,7 +142,7 @@ def _of_input(given: Any, add_special: bool, resolved: Resolved, *, truncates: b
 
 def pairs_of(body: schema.ScoreRequest) -> Pairs:
     """The texts of POST /score, by any of their names."""
-    for first, second in (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2")):
+    for first, second in PAIRS:
         one, other = getattr(body, first), getattr(body, second)
         if one is not None and other is not None:
             return _checked(one, other, first, second)

@@ -39,6 +39,7 @@ CHECKED = [
     checks.negative_data_rejection,
     checks.positive_data_acceptance,
 ]
+NO_TOKEN = "\x1d"  # to this model's tokenizer
 LIMIT = 120  # seconds for an answer: a summary has 2,048 tokens
 _numbers = itertools.count()
 
@@ -105,6 +106,11 @@ def constrain(body: dict[str, Any]) -> None:
                 some[spelling][-1] = "some"  # this model's vocabulary lacks bytes that the others may need
 
 
+def has_tokens(prompt: Any) -> Any:
+    """A prompt that this model's tokenizer makes a token of, which lacks some bytes: NO_TOKEN has none."""
+    return f"some{prompt}" if isinstance(prompt, str) else prompt
+
+
 def consistent(case: Any) -> None:
     """What JSON schema cannot say: fields that need or exclude others, JSON in text, ranks that there are, keys used once."""
     headers = case.headers or {}
@@ -165,6 +171,8 @@ def consistent(case: Any) -> None:
         body["stream"] = bool(body.get("stream"))
         if not body["stream"]:
             body.pop("stream_options", None)
+    if case.path == "/generative_scoring":
+        body.update({"query": has_tokens(body["query"]), "items": [has_tokens(item) for item in body["items"]]})
     if case.path not in (*GENERATION, *LIKE_THEM):
         return
     constrain(body)
@@ -197,10 +205,9 @@ def consistent(case: Any) -> None:
     if body.get("chat_template"):
         body["chat_template"] = "{{ messages }}"
     if "prompt" in body:
-        if isinstance(prompt := body["prompt"], str) or (prompt and isinstance(prompt[0], str)):
-            body["prompt"] = (
-                "some" + prompt if isinstance(prompt, str) else ["some" + text for text in prompt]
-            )  # not empty
+        prompt = body["prompt"]
+        several = isinstance(prompt, list) and isinstance(prompt[0], str)
+        body["prompt"] = [has_tokens(text) for text in prompt] if several else has_tokens(prompt)
         body.pop("max_completion_tokens", None)
         body.pop("suffix", None)  # this model cannot fill in the middle
 
@@ -231,6 +238,28 @@ def statuses(operation: Any, mode: GenerationMode, url: str) -> set[int]:
 
     ask()
     return found
+
+
+NOTHING: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/completions", {"prompt": NO_TOKEN}, "prompt"),
+    ("/v1/completions", {"prompt": ["some", NO_TOKEN], "max_tokens": 4}, "prompt"),
+    ("/v1/completions/render", {"prompt": NO_TOKEN}, "prompt"),
+    ("/generative_scoring", {"query": "", "items": ["some", NO_TOKEN], "label_token_ids": [5]}, "items"),
+    ("/generative_scoring", {"query": NO_TOKEN, "items": ["some", ""], "label_token_ids": [5]}, "items"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), NOTHING)
+def test_text_without_a_token_is_refused_as_the_document_says(
+    keyed: Serving, path: str, body: dict[str, Any], param: str
+) -> None:
+    """JSON schema cannot say it, as it is the tokenizer's to know: the field's description does."""
+    answer = httpx.post(f"{keyed.url}{path}", headers=AUTH, json=body, timeout=LIMIT)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    document = httpx.get(f"{keyed.url}/openapi.json", headers=AUTH, timeout=LIMIT).json()
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    fields = document["components"]["schemas"][content["$ref"].rpartition("/")[2]]["properties"]
+    assert "no token is refused" in fields[param]["description"]
 
 
 def operations(url: str) -> list[Any]:
