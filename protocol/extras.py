@@ -12,12 +12,13 @@ from meshlm.protocol.audio import Audio
 from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.kv_transfer import KVTransfer
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.parts import joined
 
-Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting
+Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting | KVTransfer
 Extras = tuple[Extra, ...]  # at most one of each kind
 Kind = TypeVar("Kind", bound=ExtraKind)
 

@@ -8,7 +8,8 @@ supervisor and the frontends); their names are those for --tool-call-parser and 
 `meshlm.logits_processors` names a `LogitsProcessor` (logits_processors.py loads it), one of `meshlm.io_processors` an `IOProcessor`
 (io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/observe/stat_loggers.py), one of `meshlm.platforms` a
 `Platform` (platforms.py), one of `meshlm.drafters` what makes a `Drafter` (workers/speculative/drafters.py; its name is the method of
---speculative-config), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
+--speculative-config), one of `meshlm.kv_connectors` what makes a `Connector`
+(workers/kv/connectors.py), and one of `meshlm.general` a function that every process calls before anything else. MESHLM_PLUGINS (or
 VLLM_PLUGINS) names those to load (commas between); without it all are.
 
 A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.
@@ -29,10 +30,10 @@ ARCHITECTURES, QUANTIZATION, BACKENDS = "meshlm.architectures", "meshlm.quantiza
 TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parsers"
 LOGITS_PROCESSORS = "meshlm.logits_processors"
 IO_PROCESSORS, STAT_LOGGERS, GENERAL = "meshlm.io_processors", "meshlm.stat_loggers", "meshlm.general"
-PLATFORMS, DRAFTERS = "meshlm.platforms", "meshlm.drafters"
+PLATFORMS, DRAFTERS, KV_CONNECTORS = "meshlm.platforms", "meshlm.drafters", "meshlm.kv_connectors"
 GROUPS = (
     *(ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS),
-    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS, DRAFTERS),
+    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS, DRAFTERS, KV_CONNECTORS),
 )
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
 from meshlm.protocol.config.experts import ExpertConfig
+from meshlm.protocol.config.kv_transfer import KVTransferConfig
 from meshlm.protocol.config.model import ModelConfig
 from meshlm.protocol.config.observability import ObservabilityConfig
 from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
@@ -23,6 +24,7 @@ __all__ = [
     "PER_NODE",
     "CacheConfig",
     "ExpertConfig",
+    "KVTransferConfig",
     "MeshConfig",
     "ModelConfig",
     "NetworkConfig",
@@ -44,6 +46,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()

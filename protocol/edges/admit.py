@@ -104,6 +104,10 @@ class Assign(Struct, frozen=True, tag="assign"):
     work: EngineRequest
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer: a request whose detokenizer was replaced is dropped
+    holder: Identity | None = None  # another rank that may have more of the prompt's KV than this one
+    hands_off: bool = (
+        False  # the rank is for prompts: it gives the request back with its first token (Returned.handed_off)
+    )
 
 
 class GiveBack(Struct, frozen=True, tag="give_back"):
@@ -148,6 +152,7 @@ class Returned(Struct, frozen=True, array_like=True):
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer
     num_crashes: int = 0  # as in EngineRequest
+    handed_off: bool = False  # its prompt is computed here, and its KV leased to the rank that decodes
 
 
 class Load(Struct, frozen=True, tag="load"):

@@ -14,6 +14,7 @@ the most that it can be.
 from msgspec import Struct
 
 from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.kv import FindPages, MovePages, PageMemory, PagesFound, PagesMoved
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extras import Extra, Extras
 from meshlm.protocol.kv import KVSpec
@@ -106,7 +107,7 @@ class PrepareExtra(Struct, frozen=True, tag="prepare_extra"):
     extra: Extra
 
 
-SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareExtra
+SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareExtra | FindPages | MovePages
 
 
 class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -130,6 +131,9 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     pooled_bytes: int = 0  # ... and the length of one
     attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
     max_draft_lines: int = NO_LIMIT  # of a step's rows with drafts: their drafts, and each row's known token
+    page_bytes: int = 0  # of its slice of a page; 0: its pages are not moved ...
+    namespace: bytes = b""  # ... and what their bytes mean, the same for all workers of a rank
+    pages: PageMemory | None = None  # where other workers of this host may read them; None: nowhere
 
 
 class WorkerAsleep(Struct, frozen=True, tag="asleep"):
@@ -201,4 +205,6 @@ class WorkerStats(Struct, frozen=True, tag="stats"):
     graphs: GraphCounts
 
 
-WorkerToScheduler = WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | ExtraReady | WorkerStats
+WorkerToScheduler = (
+    WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | ExtraReady | WorkerStats | PagesFound | PagesMoved
+)

@@ -10,7 +10,8 @@ from functools import cache
 from types import UnionType
 from typing import NamedTuple
 
-from meshlm.protocol.edges import admit, control, step, text, token
+from meshlm.protocol.counts import Counted
+from meshlm.protocol.edges import admit, control, kv, step, text, token
 from meshlm.protocol.lockstep import JointOrder, JointReport
 from meshlm.protocol.operations import Operation, OperationDone
 from meshlm.protocol.wire.frames import HEADER_BYTES
@@ -44,12 +45,13 @@ MAX_REFUSED_BYTES, MAX_QUEUED_BYTES = 256 << 20, 512 << 20
 MAX_FRAME_BYTES = 64 << 20  # anything longer is refused by the socket (ZMQ_MAXMSGSIZE)
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - HEADER_BYTES  # and before that by the sender (Mesh.send)
 
-_F, _D, _C, _S, _W, _SUP = (
+_F, _D, _C, _S, _W, _ST, _SUP = (
     Role.FRONTEND,
     Role.DETOKENIZER,
     Role.COORDINATOR,
     Role.SCHEDULER,
     Role.WORKER,
+    Role.STORE,
     Role.SUPERVISOR,
 )
 _MEMBER = control.Join | control.Leave | control.Blocked
@@ -75,6 +77,11 @@ CHANNELS: tuple[Channel, ...] = (
     ),
     Channel(_W, _C, _MEMBER, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),
+    Channel(_S, _S, kv.SchedulerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_S, _ST, kv.SchedulerToStore, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_ST, _S, kv.StoreToScheduler, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_ST, _C, _MEMBER | Counted, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_C, _ST, control.Members, 256, 1024, WhenFull.DROP_PEER),
     Channel(
         _F,
         _SUP,
@@ -83,7 +90,7 @@ CHANNELS: tuple[Channel, ...] = (
         4096,
         WhenFull.DROP_PEER,
     ),
-    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
+    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST)),
     Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
     Channel(
@@ -94,7 +101,7 @@ CHANNELS: tuple[Channel, ...] = (
         4096,
         WhenFull.DROP_PEER,
     ),
-    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W)),
+    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST)),
     Channel(_SUP, _C, control.SupervisorToChild | Operation | control.Blocked, 256, 4096, WhenFull.DROP_PEER),
 )
 
@@ -107,10 +114,13 @@ def peers_of(role: Role) -> frozenset[Role]:
     return frozenset(c.receiver for c in CHANNELS if c.sender is role)
 
 
-def are_linked(one: Identity, other: Identity, workers_per_rank: int) -> bool:
-    """Whether these two processes keep a link: their roles decide, and a scheduler has links with its own workers only."""
+def are_linked(one: Identity, other: Identity, workers_per_rank: int, shares_pages: bool = False) -> bool:
+    """Whether these two processes keep a link: their roles decide; a scheduler has links with its own workers only, and with other
+    schedulers where ranks read one another's pages."""
     if other.role not in peers_of(one.role):
         return False
+    if one.role is Role.SCHEDULER and other.role is Role.SCHEDULER:
+        return shares_pages and one.index != other.index
     if one.role is Role.SCHEDULER and other.role is Role.WORKER:
         return other.index // workers_per_rank == one.index
     if one.role is Role.WORKER and other.role is Role.SCHEDULER:

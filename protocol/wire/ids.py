@@ -19,6 +19,7 @@ class Role(Enum):
     COORDINATOR = "coordinator"
     SCHEDULER = "scheduler"
     WORKER = "worker"
+    STORE = "store"
 
     __hash__ = (
         object.__hash__

@@ -20,6 +20,7 @@ def num_links(me: Identity, config: MeshConfig) -> int:
     places = dict(Newcomers(me, config).expected)
     if me.role is Role.SCHEDULER:
         places[Role.WORKER] = config.parallel.workers_per_rank
+        places[Role.SCHEDULER] *= config.kv_transfer.shares_pages
     if me.role is Role.WORKER:
         places[Role.SCHEDULER] = 1
     return sum(places[role] for role in peers_of(me.role))

@@ -164,16 +164,17 @@ class Links:
         hello = self.hello
         return control.Member(self._me, self._incarnation, hello.address, ready, hello.tcp, hello.node)
 
-    def meet(self, members: Sequence[control.Member], workers_per_rank: int) -> bool:
+    def meet(self, members: Sequence[control.Member], config: MeshConfig) -> bool:
         """Connect to those that the coordinator names and that are to be linked with this process. Whether there are new ones."""
         self.newcomers.name(frozenset(member.identity for member in members))
+        workers_per_rank, shares_pages = config.parallel.workers_per_rank, config.kv_transfer.shares_pages
         has_new = False
         for member in members:
             link = self.peers.get(member.identity)
             if link is not None:
                 if member.incarnation > link.session.peer_incarnation:
                     self.retarget(link, member.tcp)
-            elif are_linked(self._me, member.identity, workers_per_rank):
+            elif are_linked(self._me, member.identity, workers_per_rank, shares_pages):
                 try:
                     self.connect(member.identity, self.address_of_member(member))
                     has_new = True

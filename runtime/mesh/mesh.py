@@ -290,7 +290,7 @@ class Mesh:
         if (epoch := (self.incarnation_of(COORDINATOR), members.epoch)) <= self._epoch:
             return
         self._epoch = epoch
-        if self._links.meet(members.members, self.config.parallel.workers_per_rank):
+        if self._links.meet(members.members, self.config):
             self._greet()
 
     def _on_died(self, died: control.Died) -> None:

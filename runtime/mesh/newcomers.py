@@ -21,6 +21,7 @@ class Newcomers:
     def __init__(self, me: Identity, config: MeshConfig) -> None:
         parallel, server = config.parallel, config.server
         self._me, self._workers_per_rank = me, parallel.workers_per_rank
+        self._shares_pages = config.kv_transfer.shares_pages
         self.expected = {
             Role.SUPERVISOR: max(1, parallel.nnodes),
             Role.COORDINATOR: 1,
@@ -28,6 +29,7 @@ class Newcomers:
             Role.DETOKENIZER: max(1, server.detokenizers),
             Role.SCHEDULER: parallel.data_parallel_size,
             Role.WORKER: parallel.data_parallel_size * parallel.workers_per_rank,
+            Role.STORE: int(config.kv_transfer.has_store),
         }
         self.named: frozenset[Identity] = frozenset()  # by the coordinator
         self.here: set[Identity] = set()  # those that came unasked and are not expected
@@ -38,7 +40,7 @@ class Newcomers:
 
     def may_stay(self, peer: Identity) -> bool:
         """Whether its link needs nobody to name it; if not, it is to be noted in `here`. FrameError when it may not come at all."""
-        if not are_linked(self._me, peer, self._workers_per_rank):
+        if not are_linked(self._me, peer, self._workers_per_rank, self._shares_pages):
             raise FrameError(f"from {peer}, with which {self._me} has no channel")
         if peer.index < self.expected[peer.role] or peer in self.named:
             return True

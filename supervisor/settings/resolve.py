@@ -32,6 +32,7 @@ from meshlm.supervisor.settings import (
     compilation,
     determinism,
     flag_rules,
+    kv_transfer,
     notes,
     parallel,
     placement,
@@ -48,7 +49,8 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
-    config, said = compilation.without_compiler(speculative.settled(compilation.settled(placement.settled(config))))
+    config = kv_transfer.settled(speculative.settled(compilation.settled(placement.settled(config))))
+    config, said = compilation.without_compiler(config)
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
@@ -60,7 +62,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     pools = pooling is not None
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
-    for table in (flag_rules.speech, speculative.rules):
+    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules):
         check(table(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
     with raised_as(UsageError, plugins.PluginError):

@@ -6,6 +6,7 @@ from meshlm.protocol import (
     dashboard,
     drafting,
     grammar,
+    kv_transfer,
     pool,
     prompt_embeds,
     samplers,
@@ -13,7 +14,7 @@ from meshlm.protocol import (
     sleeping,
     timeline,
 )
-from meshlm.protocol.edges import admit, control, step, text, token
+from meshlm.protocol.edges import admit, control, kv, step, text, token
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, Row
 
@@ -36,6 +37,8 @@ GRAMMAR = grammar.Grammar(
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6, pack_i32([5, 6, 7]), b"d" * 48)
 BREAKERS = samplers.SequenceBreakers(("\n",), pack_i32([13, 14]))
 DRAFTING = drafting.Drafting(2)
+KV_TRANSFER = kv_transfer.KVTransfer(b'{"do_remote_prefill":true}', True, True)
+PAGES = kv.PageMemory("/proc/7/fd/9", 64, (kv.Segment(4096, 1024, 512),))
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
@@ -81,7 +84,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING, KV_TRANSFER),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
@@ -108,7 +111,7 @@ REQUEST_VIEW = dashboard.RequestView(
 )
 NEWS = control.News(1750000000.5, "error", "worker/3 died")
 STARTED = admit.Started(RequestId("b"), 48)
-RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2)
+RETURNED = admit.Returned(RequestId("c"), 1, Handle(11), DETOKENIZER, LIFE, 2, True)
 LOST = admit.SchedulerIncarnation(SCHEDULER, LIFE)
 SLEEPING = sleeping.Sleeping(("weights", "kv_cache"), 1)
 COLUMNS = token.LogprobColumns(

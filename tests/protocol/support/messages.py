@@ -25,6 +25,7 @@ from message_parts import (
     NEW_ROW,
     NEWS,
     OF_PROMPT,
+    PAGES,
     POSITION,
     PROCESS,
     RANK_STATS,
@@ -44,11 +45,12 @@ from msgspec import Struct
 
 from meshlm.protocol import grammar, kv, lockstep, operations, pool, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
+from meshlm.protocol.edges import kv as pages
 from meshlm.protocol.wire import frames, session
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import Epoch, ErrorKind, FinishReason, Handle, RequestId, Role, StepId
 
-EDGES = (admit, control, step, text, token)  # besides: operations
+EDGES = (admit, control, pages, step, text, token)  # besides: operations
 
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
@@ -126,7 +128,7 @@ FULL: tuple[Struct, ...] = (
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
     admit.RankLost(LOST),
     admit.Readmit((Handle(9), Handle(10)), (0, 2)),
-    admit.Assign(WORK, DETOKENIZER, LIFE),
+    admit.Assign(WORK, DETOKENIZER, LIFE, SCHEDULER, True),
     admit.GiveBack((RequestId("a"),), True),
     admit.ReportLoad(7),
     admit.Welcome(SLEEPING),
@@ -225,6 +227,9 @@ FULL: tuple[Struct, ...] = (
         256,
         528,
         40,
+        4096,
+        b"n" * pages.NAMESPACE_BYTES,
+        PAGES,
     ),
     step.LastPlan(77, 76, 5),
     (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL)),
@@ -248,6 +253,20 @@ FULL: tuple[Struct, ...] = (
     step.PrepareExtra(77, 3, GRAMMAR),
     step.ExtraReady(77, 3, ROW_FAILED),
     step.WorkerStats(GRAPHS),
+    # scheduler <-> store, scheduler, worker
+    *PAGES.segments,
+    PAGES,
+    pages.FindPages(5, b"n", b"k", b"\x01", 0.5, 77, "p2p", b"{}"),
+    pages.PagesFound(5, pack_i32([3, -1]), (PAGES,), 77),
+    pages.EndLease(5),
+    pages.LeaseEnded(5, True),
+    pages.OpenPages(b"n", (4096,)),
+    pages.PagesOpened((PAGES,), "no room"),
+    pages.OfferPages(6, b"n", b"k", b"\x01"),
+    pages.PagesWanted(6, pack_i32([9])),
+    pages.PagesStored(6, b"\x01"),
+    pages.MovePages(77, 7, True, pack_i32([4]), pack_i32([9]), PAGES, "p2p", b"k", b"{}", 8),
+    pages.PagesMoved(77, 7, pack_i32([0]), 4096, 9, "gone"),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
     control.Ready({"KV cache": "9,000 blocks"}),

@@ -264,7 +264,6 @@ COMMANDS = [
     ("m --cpu-offload-gb 10", "weights stay on the device"),
     ("--prefill-only --ec-transfer-config {}", "one mesh computes prompts and answers"),
     ("m --ec-transfer-config {}", "what encoders compute stays in the worker"),
-    ("m --kv-transfer-config {}", "KV transfer between meshes is not there yet"),
     ("m --quantization-config {}", "--quantization is the setting"),
     ("m --quantization-param-path file", "scales of an FP8 KV cache"),
     ("m --allowed-media-domains upload.wikimedia.org", "images are not there yet"),

@@ -1,0 +1,55 @@
+"""The settings of KV pages that move: tiers below the device's memory, ranks for prompts and for decoding, connectors."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class KVTransferConfig(Struct, frozen=True, kw_only=True):
+    """Flags, and below them what they come to. Names are vLLM's where the meaning is the same."""
+
+    kv_offloading_size: (
+        Annotated[float, Meta(gt=0, description="GiB of the host's memory for KV blocks that have left the device")]
+        | None
+    ) = None
+    kv_offloading_backend: Annotated[Literal["native"], Meta(description="which store keeps them")] = "native"
+    kv_offloading_path: Annotated[
+        str,
+        Meta(description="folder or URL (fsspec) for KV blocks that have left that memory too; they outlive the mesh"),
+    ] = ""
+    kv_offloading_disk_size: (
+        Annotated[int, Meta(ge=1, description="bytes there at most; suffixes K M G T", extra={"bytes": True})] | None
+    ) = None
+    kv_transfer_config: Annotated[
+        str,
+        Meta(description="connectors that move KV between meshes, a JSON object: kv_connector, kv_role, ... as vLLM's"),
+    ] = ""
+    dp_roles: Annotated[
+        str,
+        Meta(
+            description="ranks for prompts and ranks that decode, as prefill:1,decode:2; they are numbered in this order"
+        ),
+    ] = ""
+
+    # Set by the supervisor before any child starts (supervisor/settings/kv_transfer.py); none of these is a flag.
+    connectors: tuple[str, ...] = ()  # of the workers, by name: plug-ins, and those between meshes
+    engine_id: str = ""  # of this mesh, for others
+    load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    connector_options: str = "{}"  # kv_connector_extra_config, JSON
+    num_prefill_ranks: int = 0  # the first ranks; 0: every rank does both
+    fingerprint: str = ""  # digest of the model's files and settings that decide what KV is
+
+    @property
+    def has_store(self) -> bool:
+        """Whether a store process keeps pages."""
+        return self.kv_offloading_size is not None
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether ranks read one another's pages."""
+        return self.num_prefill_ranks > 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether pages move at all; if not, nothing of it costs anything."""
+        return self.has_store or self.shares_pages or bool(self.connectors)

@@ -1,0 +1,105 @@
+"""KV pages that move: tiers, ranks with roles and connectors, as their flags say; and what cannot have them. Called by resolve.py.
+
+The keys of --kv-transfer-config are vLLM's. What is not there is refused by its key, with the reason.
+"""
+
+import difflib
+import json
+import os
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshlm.protocol.config import KVTransferConfig, MeshConfig
+from meshlm.runtime import plugins
+from meshlm.supervisor.errors import UsageError, raised_as
+from meshlm.supervisor.settings.flag_rules import Facts
+from meshlm.supervisor.settings.rules import Rules, check
+
+FLAG, ROLES_FLAG = "--kv-transfer-config", "--dp-roles"
+ROLES = ("prefill", "decode")
+BUILT_IN: tuple[str, ...] = ()  # connectors of this package, by vLLM's names
+KEYS = (
+    *("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"),
+    *("kv_ip", "kv_port", "kv_rank", "kv_parallel_size", "kv_buffer_size", "kv_buffer_device"),
+    *("kv_connector_module_path", "enable_permute_local_kv"),
+)
+
+
+def settled(config: MeshConfig) -> MeshConfig:
+    """The same settings with what these flags come to. UsageError names the key or role that cannot be honoured."""
+    c = config.kv_transfer
+    found: dict[str, Any] = {}
+    if c.dp_roles:
+        found["num_prefill_ranks"] = _num_prefill_ranks(c.dp_roles, config.parallel.data_parallel_size)
+    if c.kv_transfer_config:
+        found |= _connectors(c)
+    return replace(config, kv_transfer=replace(c, **found)) if found else config
+
+
+def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
+    """What cannot move pages. Of a settled configuration; pools: the model gives vectors."""
+    kv = c.kv_transfer
+    without_size = kv.kv_offloading_size is None
+    yield kv.kv_offloading_path and without_size, "--kv-offloading-path", "it is a tier below --kv-offloading-size"
+    yield (
+        kv.kv_offloading_disk_size is not None and not kv.kv_offloading_path,
+        "--kv-offloading-disk-size",
+        "it is the size of --kv-offloading-path",
+    )
+    if not kv.moves:
+        return
+    flag = "--kv-offloading-size" if kv.has_store else ROLES_FLAG if kv.shares_pages else FLAG
+    yield (
+        not c.cache.enable_prefix_caching,
+        flag,
+        "pages are found by their prefix; leave --no-enable-prefix-caching out",
+    )
+    yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
+    yield kv.shares_pages and c.lockstep, ROLES_FLAG, "ranks that share experts step together; each has both roles"
+
+
+def _num_prefill_ranks(text: str, num_ranks: int) -> int:
+    counts: dict[str, int] = {}
+    for word in text.split(","):
+        role, _, count = word.partition(":")
+        if role not in ROLES or role in counts or not count.isdecimal() or not int(count):
+            raise UsageError(
+                f"{ROLES_FLAG} {text}: {word!r} is no role with a number; prefill:1,decode:1 would be some"
+            )
+        counts[role] = int(count)
+    if len(counts) < len(ROLES):
+        missing = next(role for role in ROLES if role not in counts)
+        raise UsageError(f"{ROLES_FLAG} {text}: no rank is for {missing}; leave the flag out for ranks that do both")
+    if (total := sum(counts.values())) != num_ranks:
+        raise UsageError(
+            f"{ROLES_FLAG} {text}: {total} ranks, and --data-parallel-size is {num_ranks}; give both alike"
+        )
+    return counts["prefill"]
+
+
+def _connectors(c: KVTransferConfig) -> dict[str, Any]:
+    with raised_as(UsageError, ValueError, of=f"{FLAG} {c.kv_transfer_config}"):
+        given = json.loads(c.kv_transfer_config)
+    if not isinstance(given, dict):
+        raise UsageError(f"{FLAG} {c.kv_transfer_config}: a JSON object is expected")
+    check(_keys(given))
+    found = {"engine_id": given.get("engine_id", ""), "connectors": (given["kv_connector"],)}
+    if (policy := given.get("kv_load_failure_policy")) is not None:
+        found["load_failure_policy"] = policy
+    found["connector_options"] = json.dumps(given.get("kv_connector_extra_config", {}))
+    return found
+
+
+def _keys(given: dict[str, Any]) -> Rules:
+    for key in given:
+        close = difflib.get_close_matches(key, KEYS, 1)
+        yield key not in KEYS, f"{FLAG}: {key}", "unknown" + (f"; {close[0]} is one" if close else "")
+    name = given.get("kv_connector")
+    there = (*BUILT_IN, *plugins.names(plugins.KV_CONNECTORS, os.environ))
+    text = f"no such connector; there are {', '.join(there)}" if there else "no connector is installed"
+    yield name not in there, f"{FLAG}: kv_connector {json.dumps(name)}", text
+    policy, policies = given.get("kv_load_failure_policy", "recompute"), ("recompute", "fail")
+    yield policy not in policies, f"{FLAG}: kv_load_failure_policy {json.dumps(policy)}", "recompute or fail"
+    options = given.get("kv_connector_extra_config", {})
+    yield not isinstance(options, dict), f"{FLAG}: kv_connector_extra_config", "a JSON object is expected"
