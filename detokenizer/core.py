@@ -278,6 +278,7 @@ class Detokenizer:
             return [] if ended is not None else self.attempts.say_abort((request.work_id,))
         if ended is not None:
             stop_reason, request.preempted_us = request.stop_reason(ended), ended.preempted_us
+            request.kv_transfer = ended.kv_transfer
             why = (ended.reason, stop_reason, ended.message, ended.kind, ended.param)
             self.journal.finish_row(request, batch_row, *why)
         return []

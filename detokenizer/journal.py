@@ -86,7 +86,8 @@ class Journal:
         param: str = "",
     ) -> None:
         events, num_tokens = request.events(self.now), len(request.output_token_ids)
-        finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, events, bytes(request.drafts))
+        kept = events, bytes(request.drafts), request.kv_transfer
+        finished = Finished(row, reason, stop_reason, num_tokens, message, kind, param, *kept)
         self.open_batches[request.frontend].finished.append(finished)
         if request.submit.retry is None or reason not in KEPT:
             self.forget(request)

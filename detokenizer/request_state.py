@@ -44,6 +44,7 @@ class RequestState:
     asked_at: float = 0.0  # ... and when that Admit left
     preempted_us: tuple[int, ...] = ()  # before its end, as its scheduler said
     drafts: bytearray = field(default_factory=bytearray)  # as in Finished
+    kv_transfer: bytes = b""  # as in Ended
     retried: list[tuple[float, str]] = field(default_factory=list)  # when other attempts began, and why
     encode_s: float = 0.0  # from its prompt's arrival to its tokens ...
     route_s: float = 0.0  # ... and from the Admit to a rank

@@ -1,6 +1,14 @@
 """The extra of a request whose KV comes from, or goes to, another mesh: `kv_transfer_params`, as vLLM's proxies and llm-d send them."""
 
+import json
+from typing import Any
+
 from meshlm.protocol.extra_kind import ExtraKind
+
+NAME = "kv_transfer_params"  # the field of requests and answers
+MAX_BYTES = 1 << 20
+FLAGS = ("do_remote_prefill", "do_remote_decode")
+WHERE = ("remote_engine_id", "remote_host", "remote_port")  # of the mesh that has a prompt's KV
 
 
 class KVTransfer(ExtraKind, frozen=True, tag="kv_transfer"):
@@ -13,3 +21,25 @@ class KVTransfer(ExtraKind, frozen=True, tag="kv_transfer"):
     @property
     def num_bytes(self) -> int:
         return len(self.params)
+
+
+def transfer_of(given: dict[str, Any] | None, *, has_connector: bool) -> tuple[KVTransfer, ...]:
+    """The extra of a request with this field; none where neither flag is set. ValueError where it cannot be honoured."""
+    if given is None:
+        return ()
+    for flag in FLAGS:
+        if not isinstance(given.get(flag, False), bool | None):
+            raise ValueError(f"{flag} is true or false")
+    loads, leaves = (bool(given.get(flag)) for flag in FLAGS)
+    if not (loads or leaves):
+        return ()
+    if not has_connector:
+        raise ValueError("this server moves no KV (--kv-transfer-config)")
+    if loads and leaves:
+        raise ValueError(f"{' and '.join(FLAGS)} are true, and one of them may be")
+    if loads and (missing := [name for name in WHERE if not given.get(name)]):
+        raise ValueError(f"{missing[0]} says where the prompt's KV is, and is missing")
+    params = json.dumps(given).encode()
+    if len(params) > MAX_BYTES:
+        raise ValueError(f"at most {MAX_BYTES} bytes")
+    return (KVTransfer(params, loads, leaves),)

@@ -91,13 +91,14 @@ OF_ANSWER = _table(
             return_hidden_states return_routed_experts return_full_text return_tokens raw_output result_format
             incremental_output
         """,
-        _KV_TRANSFER: "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
+        _KV_TRANSFER: "ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
         _SEARCH: """
             web_search_options search_parameters search_options enable_search search_settings search_mode
             plugins citation_options citations include_domains exclude_domains compound_custom
         """,
         "not supported; nothing is moderated": "moderation safety_mode safety_model",
         "taken by the chat and responses endpoints alone": "verbosity",
+        "taken by completions, chats and /inference/v1/generate alone": "kv_transfer_params",
         _SAMPLER: """
             typical top_a tfs tfs_z top_p_min mirostat
             mirostat_mode mirostat_tau mirostat_eta mirostat_target mirostat_lr dynatemp_range

@@ -109,7 +109,7 @@ class _Answer(Struct, kw_only=True):
     usage: UsageInfo
     system_fingerprint: str | None
     service_tier: str | None
-    kv_transfer_params: dict[str, Any] | None  # of what was derendered
+    kv_transfer_params: dict[str, Any] | None  # where its prompt's KV is leased to another mesh
     ec_transfer_params: dict[str, Any] | None
     metrics: PerRequestMetrics | None
 

@@ -10,6 +10,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai import embeds, limits, reading, reasoning, response_fields
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.edges.text import Accepted, Finished, PositionLogprobs, PromptLogprobs
+from meshlm.protocol.kv_transfer import NAME as KV_TRANSFER
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
 from meshlm.runtime.client.draft_metrics import DraftsTold, metrics_of
@@ -223,11 +224,17 @@ class WholeResponse(Response):
             "usage": usage,
             "system_fingerprint": self.fingerprint,
             **self.metrics(),
+            KV_TRANSFER: self.kv_transfer(),
         }
         rest |= self.passed_on()
         if self.options.is_chat:
             rest = {**response_fields.NO_CHAT, **rest, **self._of_prompt(kept[0]), **self.prompt_text(kept[0])}
         return _encode({**self.frame(kind, entries), **rest})
+
+    def kv_transfer(self) -> msgspec.Raw | None:
+        """kv_transfer_params of an answer whose prompt's KV is leased to another mesh."""
+        finished = self.choices[0].finished
+        return msgspec.Raw(finished.kv_transfer) if finished is not None and finished.kv_transfer else None
 
     def passed_on(self) -> Json:
         """Fields of an answer that came with its tokens from elsewhere (rendering/derender.py)."""

@@ -7,7 +7,7 @@ import msgspec
 
 from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Common
-from meshlm.protocol import samplers
+from meshlm.protocol import kv_transfer, samplers
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.drafting import NAME, Drafting, drafting_of
 from meshlm.protocol.edges.text import TextParams
@@ -82,6 +82,17 @@ def drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
         return drafting_of(request.num_speculative_tokens, resolved.num_speculative_tokens)
     except ValueError as error:
         raise field_error(NAME, str(error)) from None
+
+
+def transfer(request: Common, resolved: Resolved) -> tuple[kv_transfer.KVTransfer, ...]:
+    """What the request says of the KV of its prompt. HttpError where its answer could not tell whom it was left to."""
+    try:
+        found = kv_transfer.transfer_of(request.kv_transfer_params, has_connector=resolved.transfers_kv)
+    except ValueError as error:
+        raise field_error(kv_transfer.NAME, str(error)) from None
+    if found and found[0].leaves and (request.stream or (request.n or 1) > 1 or request.use_beam_search):
+        raise field_error(kv_transfer.NAME, "do_remote_decode is for one choice that is not streamed")
+    return found
 
 
 def _allowed(ids: list[int] | None, vocab_size: int) -> tuple[int, ...]:

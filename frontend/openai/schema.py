@@ -137,6 +137,7 @@ class Common(SamplingFields, frozen=True, kw_only=True):
     thinking_token_budget: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None  # -1: none; of a chat's reasoning
     request_id: RequestName | None = None
     return_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None  # where the KV of its prompt comes from, or goes to
     return_tokens_as_token_ids: bool | None = None
     return_token_offsets: bool | None = None  # of the render routes
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] | None = None

@@ -26,6 +26,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     assistant_tokens_mask: list[int] | None = None
     token_offsets: list[list[int]] | None = None
     features: None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class RenderedRequest(Struct, frozen=True, kw_only=True):
@@ -64,7 +65,7 @@ class GenerateResponse(Struct, frozen=True, kw_only=True):
     created: int | None = None
     usage: responses.UsageInfo | None = None
     prompt_logprobs: responses.PromptLogprobs | None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: None = None
 
 

@@ -13,6 +13,7 @@ from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.requests.generation import Form
 from meshlm.protocol.edges.text import PositionLogprobs
+from meshlm.protocol.kv_transfer import NAME
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.placement import Choice, RowDetails
 
@@ -33,6 +34,7 @@ def completion_of(body: GenerateRequest) -> Json:
         "stream_options": body.stream_options,
         "cache_salt": body.cache_salt,
         "request_id": body.request_id,
+        NAME: body.kv_transfer_params,
     }
     if body.stream_options is not None:
         rest["stream_options"] = msgspec.structs.asdict(body.stream_options)
@@ -56,7 +58,7 @@ class WholeTokens(WholeResponse):
     def body(self) -> bytes:
         choices = [self._tokens(choice) for choice in self._best()]
         found: Json = {"request_id": self.request_id, "model": self.model, "created": self.created, "choices": choices}
-        found |= {"usage": self.usage(), "kv_transfer_params": None, "ec_transfer_params": None}
+        found |= {"usage": self.usage(), NAME: self.kv_transfer(), "ec_transfer_params": None}
         found["usage"]["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
         return _encode({**found, "prompt_logprobs": self._of_prompt(self.choices[0]).get("prompt_logprobs")})
 

@@ -34,5 +34,6 @@ class Resolved(Struct, frozen=True, kw_only=True):
     renders_only: bool = False  # texts and templates without a model: no rank is there (meshlm launch render)
     speech: SpeechTokens | None = None  # of a model that transcribes audio, and serves nothing else
     pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
+    transfers_kv: bool = False  # connectors move KV between meshes
     drafter: "Resolved | None" = None  # the model that drafts tokens for this one
     digest: str  # of everything above and the flags: names a run's configuration in logs

@@ -273,6 +273,7 @@ class Finished(Struct, frozen=True, omit_defaults=True):
     param: str = ""  # with INVALID: the field at fault
     events: tuple[RequestEvent, ...] = ()
     drafts: bytes = b""  # uint8[., 2]: tokens drafted and accepted, step by step, where they are counted by request
+    kv_transfer: bytes = b""  # as in Ended
 
 
 class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):

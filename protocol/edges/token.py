@@ -19,6 +19,7 @@ class Ended(Struct, frozen=True, omit_defaults=True):
     kind: ErrorKind = ErrorKind.INTERNAL
     param: str = ""  # with INVALID: the field at fault
     preempted_us: tuple[int, ...] = ()  # when it was preempted, in microseconds before this end
+    kv_transfer: bytes = b""  # kv_transfer_params of the answer, JSON: where its prompt's KV is leased to another mesh
 
 
 class LogprobColumns(Struct, frozen=True):

@@ -222,7 +222,7 @@ async def test_unknown_sampling_params_are_named_and_wrong_ones_refused() -> Non
     for wrong, name in (({"temperature": -1}, "temperature"), ({"n": 0}, "n")):
         body = {"token_ids": [5], "sampling_params": wrong}
         assert (await post(server, "/inference/v1/generate", body, 400))["error"]["param"] == name
-    body = {"token_ids": [5], "sampling_params": {}, "kv_transfer_params": {"a": 1}}
+    body = {"token_ids": [5], "sampling_params": {}, "kv_transfer_params": {"do_remote_decode": True}}
     assert (await post(server, "/inference/v1/generate", body, 400))["error"]["param"] == "kv_transfer_params"
 
 

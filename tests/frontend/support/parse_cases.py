@@ -132,6 +132,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {"thinking_token_budget": -1}, "extras", ()),
     ("both", {"thinking_token_budget": None}, "extras", ()),
     ("both", {"num_speculative_tokens": 0}, "extras", ()),
+    ("both", {"kv_transfer_params": {"do_remote_decode": False}}, "extras", ()),
     ("both", {"cache_salt": "tenant"}, "cache_salt", "tenant"),
     ("both", {"deterministic": True}, "deterministic", True),
     ("both", {"deterministic": None}, "deterministic", False),

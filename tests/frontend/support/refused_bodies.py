@@ -120,6 +120,7 @@ BAD: list[tuple[str, dict[str, list[object]]]] = [
             "cache_salt": [1, ["a"], ""],
             "deterministic": [2, "maybe", {}],
             "num_speculative_tokens": [-1, 1, HUGE, 0.5, "some", True],
+            "kv_transfer_params": [1, [], {"do_remote_decode": True}, {"do_remote_prefill": "yes"}],
             "request_id": [1, {}, "", "two words", "ü", "a\r\nb: c", "a\n", "x" * 129],
             "return_token_ids": [2, "yes"],
             "return_tokens_as_token_ids": [2, "yes"],

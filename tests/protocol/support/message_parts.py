@@ -136,9 +136,9 @@ OF_PROMPT = text.PromptLogprobs(
 SPAN = timeline.Span("plan", "loop", 1, 2, 1, {"step": 5})
 EVENT = text.RequestEvent(5, "retry", "scheduler_lost")
 FINISHED = text.Finished(
-    1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,), b"\x03\x01"
+    1, FinishReason.ERROR, "###", 17, "the worker died", ErrorKind.TIMEOUT, "n", (EVENT,), b"\x03\x01", b"{}"
 )
-ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,))
+ENDED = token.Ended(1, FinishReason.STOP, 2, "eos", ErrorKind.OVERLOADED, "n", (5,), b"{}")
 CHAT = text.ChatPrompt(b'[{"role":"user","content":"hi"}]', b"[{}]", "{{ x }}", b'{"a":1}', False, True, True)
 MEDIA_PROMPT = text.MediaPrompt(text.TokenPrompt(pack_i32([1, 2])), (EMBEDS, AUDIO))
 RETRY = text.Retry("ab12", b"digest", (3, 0), 0.5)

@@ -1,0 +1,49 @@
+"""kv_transfer_params of a request: what they ask for, and what is refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from meshlm.protocol.kv_transfer import MAX_BYTES, transfer_of
+
+WHERE = {"remote_engine_id": "e", "remote_host": "10.0.0.2", "remote_port": 5600, "remote_block_ids": [1, 2]}
+
+
+@pytest.mark.parametrize("given", [None, {}, {"do_remote_prefill": False, "do_remote_decode": None, "other": 1}])
+def test_nothing_is_asked_for(given: dict[str, Any] | None) -> None:
+    assert transfer_of(given, has_connector=False) == ()
+
+
+def test_a_prompt_is_left_to_another_mesh() -> None:
+    """As vLLM's proxies ask for it: the places of the other mesh are null."""
+    given = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(WHERE)}
+    (found,) = transfer_of(given, has_connector=True)
+    assert (found.loads, found.leaves) == (False, True)
+    assert json.loads(found.params) == given
+    assert found.key_parts(0, 16) == b""
+
+
+def test_a_prompt_is_loaded_from_another_mesh() -> None:
+    (found,) = transfer_of({"do_remote_prefill": True, **WHERE}, has_connector=True)
+    assert (found.loads, found.leaves) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"do_remote_prefill": 1}, "do_remote_prefill is true or false"),
+        ({"do_remote_prefill": True, "do_remote_decode": True}, "one of them"),
+        ({"do_remote_prefill": True}, "remote_engine_id"),
+        ({"do_remote_prefill": True, **WHERE, "remote_host": ""}, "remote_host"),
+        ({"do_remote_decode": True, "x": "a" * MAX_BYTES}, "bytes"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        transfer_of(given, has_connector=True)
+
+
+def test_a_server_without_a_connector_says_so() -> None:
+    with pytest.raises(ValueError, match="--kv-transfer-config"):
+        transfer_of({"do_remote_decode": True}, has_connector=False)
