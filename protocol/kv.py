@@ -35,6 +35,7 @@ class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     carried: ClassVar[bool] = False  # one page moves on with the request
     shares_prefix: ClassVar[bool] = True  # equal tokens have equal pages
     fills: ClassVar[Literal["attention", "cross", "state"]] = "attention"  # what of a layer's cache it is
+    event_kind: ClassVar[str] = "full_attention"  # vLLM's name of it, in events of the prefix cache
 
     def first_seen(self, position: int) -> int:
         """The first token that the one at `position` sees; below 0 where it would be before the text."""
@@ -94,6 +95,7 @@ class SlidingWindow(KVPolicy, frozen=True, tag="sliding"):
 
     window: int
     keeps_all: ClassVar[bool] = False  # blocks before it are freed while a request runs
+    event_kind: ClassVar[str] = "sliding_window"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
         """Those of the window."""
@@ -109,6 +111,7 @@ class ChunkedAttention(KVPolicy, frozen=True, tag="chunked"):
 
     chunk: int
     keeps_all: ClassVar[bool] = False  # blocks before it are freed while a request runs
+    event_kind: ClassVar[str] = "chunked_local_attention"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
         """Those of the chunk."""
@@ -126,6 +129,7 @@ class Latent(KVPolicy, frozen=True, tag="latent"):
     rank: int
     rotary: int
     index: int = 0
+    event_kind: ClassVar[str] = "mla_attention"
 
     def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
         """One half, of one head: a line is key and value."""
@@ -136,6 +140,7 @@ class EncoderOnly(KVPolicy, frozen=True, tag="encoder"):
     """Tokens see one another within the step that computes their whole prompt, and nothing of them is kept."""
 
     shares_prefix: ClassVar[bool] = False
+    event_kind: ClassVar[str] = "encoder_only_attention"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
         """None."""
@@ -149,6 +154,7 @@ class CrossAttention(KVPolicy, frozen=True, tag="cross"):
     length: int
     carried: ClassVar[bool] = True
     shares_prefix: ClassVar[bool] = False
+    event_kind: ClassVar[str] = "cross_attention"
     fills: ClassVar[Literal["attention", "cross", "state"]] = "cross"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
@@ -181,6 +187,7 @@ class RecurrentState(KVPolicy, frozen=True, tag="state"):
     )
     every: int = 1  # blocks from one place to the next
     keeps_all: ClassVar[bool] = False
+    event_kind: ClassVar[str] = "mamba"
     carried: ClassVar[bool] = True
     fills: ClassVar[Literal["attention", "cross", "state"]] = "state"
 

@@ -26,6 +26,7 @@ from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.drafts import group_of, make_budget, plan_drafts
 from meshlm.scheduler_proc.extras import end_between
 from meshlm.scheduler_proc.kv.cache import KVCache
+from meshlm.scheduler_proc.kv.events import CacheEvents
 from meshlm.scheduler_proc.kv.residency import Residency
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.plan import Inflight, PlanBuilder
@@ -60,6 +61,8 @@ class Batching:
         self.cache_hits: int = 0 if before is None else before.cache_hits  # tokens
         if limits.kv_metrics_sample:
             self.kv.pool.residency = Residency(limits.kv_metrics_sample, self.counts)
+        if limits.kv_events:
+            self.kv.pool.events = CacheEvents() if before is None else before.kv.pool.events
         self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=limits.max_itl_s, wave=facts.attention_wave)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
@@ -354,6 +357,7 @@ class Batching:
         (kept, hashes), *others = {(fact.kept, fact.kept_hashes) for fact in facts}
         if self.limits.prefix_caching and not others:
             self.kv.pool.restore(ints(kept), [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
+        self.kv.pool.tell_inherited()
 
     def outstanding_prefill(self) -> int:
         """Prompt tokens that are not computed yet."""

@@ -20,6 +20,7 @@ from meshlm.protocol.edges.step import (
     WorkerStats,
 )
 from meshlm.protocol.edges.token import AttachTokens, Disown, StillThere
+from meshlm.protocol.kv_events import KVEvent
 from meshlm.protocol.lockstep import JointOrder
 from meshlm.protocol.operations import (
     AbortRunning,
@@ -157,6 +158,11 @@ class Scheduler:
         load = self.load.load(self.batching, serving, self.num_steps)
         return effects if load is None else [*effects, Send(COORDINATOR, load)]
 
+    def kv_events(self) -> list[KVEvent]:
+        """What happened to the prefix cache since the last call, in order; nothing without --kv-events-config."""
+        events = self.batching.kv.pool.events
+        return [] if events is None else events.take()
+
     # --- the parts of a turn ---
 
     def _result(self, result: StepResult, output: Output) -> tuple[int, ...]:
@@ -253,6 +259,7 @@ class Scheduler:
                 self.lockstep.lost()
             self.suspects.worker_died([request for record in self.inflight for request in record.batch], output)
             self._lose_workers()
+            self.batching.kv.tell_cleared()
             return self.workers.lost(event.identity, event.incarnation)
         elif event.identity.role is Role.DETOKENIZER:
             self.table.detokenizer_lost(event.identity, event.incarnation)
@@ -291,6 +298,7 @@ class Scheduler:
         self.workers.sleeps(sender, asleep)
         if self._rank.session is not Session.ASLEEP:
             return []
+        self.batching.kv.tell_cleared()
         self.load.sleeping = asleep.sleeping
         self.load.tell_all()
         return [send for one in self.operations.pending_sleeps() for send in self.operations.answer(one)]

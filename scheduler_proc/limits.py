@@ -24,5 +24,6 @@ class Limits(Struct, frozen=True, kw_only=True):
     lockstep: bool = False  # it steps together with the other ranks
     sleep_mode: bool = False  # its workers may sleep
     kv_metrics_sample: float = 0.0  # share of the pages that --kv-cache-metrics looks at; 0: none
+    kv_events: bool = False  # others follow what the prefix cache has (--kv-events-config)
     counts_drafts: bool = False  # of each request: detokenizers are told how many of its drafts were accepted
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own

@@ -13,7 +13,7 @@ from meshlm.protocol.edges.step import NO_LIMIT
 from meshlm.protocol.kv import FullAttention, KVSpec, longest_request, pages_of
 from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv import hashes
-from meshlm.scheduler_proc.kv.groups import kinds_of
+from meshlm.scheduler_proc.kv.groups import Kind, kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
 from meshlm.scheduler_proc.request import Request
 
@@ -51,9 +51,8 @@ class KVCache:
         self._paged = [kind for kind in self._kinds if not kind.carried]  # each block has a page of its own
         self._row_pages = sum(kind.width for kind in self._paged)
         self._every = gcd(*(kind.every for kind in self._carried))  # no row but its multiples has a page of its own
-        self._sending: list[
-            tuple[Request, bytes, Sequence[BlockId]]
-        ] = []  # checkpoints of the step that is being planned
+        # Checkpoints of the step that is being planned: the request, the kind, the row and its pages.
+        self._sending: list[tuple[Request, Kind, int, Sequence[BlockId]]] = []
         self._keeps_none = not pages_of(self._specs, block_size, block_size)
 
     @property
@@ -174,6 +173,17 @@ class KVCache:
         request.num_cached_blocks = len(found)
         request.capacity = len(found) * self.block_size
         self.pool.touch(self._held(request))
+        if self.pool.has_untold():
+            self._tell_stored(request, 0, len(found))
+
+    def _tell_stored(self, request: Request, begin: int, end: int) -> None:
+        """To those who follow the events: which of these blocks the cache has."""
+        events, find = self.pool.events, self.pool.find
+        assert events is not None
+        for kind in self._kinds:
+            for index in range(begin, end):
+                if find(kind.key(request.hashes[index])):
+                    events.stored(kind, request, index, self.block_size)
 
     def grow(self, request: Request, num_tokens: int, others: Iterable[Request] = ()) -> list[BlockId] | None:
         """Blocks for its first `num_tokens` tokens: the rows that its table grows by. None when too few are free.
@@ -314,6 +324,8 @@ class KVCache:
         if self._carried and full // self._every > known // self._every:
             self._leave(request, known, full)
         request.num_cached_blocks = full
+        if self.pool.events is not None:
+            self._tell_stored(request, known, full)
         if sent and self._sending:
             self._sent()
 
@@ -324,12 +336,13 @@ class KVCache:
             for index in kind.places(max(begin, num_freed[kind.number]) if num_freed else begin, end):
                 first = index * width + kind.begin
                 if kind.is_left(blocks[first : first + width + 1 : width]):
-                    key, pages = kind.key(request.hashes[index]), blocks[first : first + kind.width]
-                    self._sending.append((request, key, pages))
+                    self._sending.append((request, kind, index, blocks[first : first + kind.width]))
 
     def _sent(self) -> None:
-        for _, key, pages in self._sending:
-            self.pool.cache_block(key, pages)
+        for request, kind, index, pages in self._sending:
+            self.pool.cache_block(kind.key(request.hashes[index]), pages)
+            if self.pool.events is not None:
+                self._tell_stored(request, index, index + 1)
         self._sending.clear()
 
     def take_changes(self) -> tuple[bytes, bytes, bytes]:
@@ -343,6 +356,11 @@ class KVCache:
         self.pool.reset_prefix_cache()
         for request in running:
             request.num_cached_blocks = NEVER
+
+    def tell_cleared(self) -> None:
+        """To those who follow the events: what the workers held is gone, or cannot be reached. A later session says what is left."""
+        if self.pool.events is not None:
+            self.pool.events.cleared()
 
     def check(self, running: Sequence[Request]) -> None:
         """AssertionError when the state contradicts itself."""

@@ -13,6 +13,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from meshlm.protocol.wire.ids import BlockId
+from meshlm.scheduler_proc.kv.events import CacheEvents
 from meshlm.scheduler_proc.kv.residency import Residency
 
 
@@ -33,6 +34,7 @@ class BlockPool:
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
         self.residency: Residency | None = None  # with --kv-cache-metrics
+        self.events: CacheEvents | None = None  # with --kv-events-config
         self._ghosts: dict[bytes, None] = {}  # keys that were evicted, the newest last
         # The pages that are cached under a key, or None; a hundred times for each request that starts.
         self.find = self._cached.get
@@ -109,6 +111,8 @@ class BlockPool:
         self._ghosts[key] = None
         if len(self._ghosts) > MAX_GHOSTS:
             del self._ghosts[next(iter(self._ghosts))]
+        if self.events is not None:
+            self.events.removed(key)
         for block in self._cached.pop(key):
             self._key[block] = self._forgotten[block] = None
             if self.residency is not None:
@@ -127,6 +131,15 @@ class BlockPool:
         self._reusable.update((page, None) for page in self._remembered if self._references[page] == 0)
         self._fresh = [page for page in self._fresh if self._key[page] is None]
 
+    def has_untold(self) -> bool:
+        """Whether those who follow the events do not know of all prefixes that are here."""
+        return self.events is not None and len(self.events.told) < len(self._cached)
+
+    def tell_inherited(self) -> None:
+        """To be called when a session begins, after `restore`: those who follow the events forget what is no longer there."""
+        if self.events is not None:
+            self.events.inherited(self._cached)
+
     def take_changes(self) -> tuple[bytes, bytes, bytes]:
         """Since the last call: int32 of pages that hold no known prefix any more, of those that do, and their keys."""
         remembered, forgotten = self._remembered, self._forgotten
@@ -141,6 +154,8 @@ class BlockPool:
             self.residency.forget()
         for key in list(self._cached):
             self._evict(key)
+        if self.events is not None:
+            self.events.cleared()
         self._ghosts.clear()
 
     def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
