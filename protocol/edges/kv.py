@@ -139,6 +139,26 @@ class MovePages(Struct, frozen=True, tag="move_pages", omit_defaults=True):
     deadline_ns: int = 0  # monotonic clock of this host; 0: none
 
 
+class LeavePages(Struct, frozen=True, tag="leave_pages", omit_defaults=True):
+    """Another mesh may read these pages of a prompt by `ticket` (remote_pages.py) until the deadline. They are leased until a second
+    later, or PagesTaken."""
+
+    session: int
+    number: int
+    ticket: bytes
+    keys: bytes  # KEY_BYTES each, of each page
+    pages: bytes  # int32
+    deadline_ns: int  # monotonic clock of this host
+    params: bytes = b""  # kv_transfer_params of the request, JSON: whom they are to be sent to, if anybody
+
+
+class PagesTaken(Struct, frozen=True, tag="pages_taken"):
+    """Nobody reads any more from this worker what was left under this number."""
+
+    session: int
+    number: int
+
+
 class PagesMoved(Struct, frozen=True, tag="pages_moved", omit_defaults=True):
     """The answer of one worker."""
 

@@ -1,0 +1,187 @@
+"""Pages between meshes: a server's leased and pushed pages, what its readers get, and connections that lie or break off."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshlm.protocol.edges.kv import KEY_BYTES, NAMESPACE_BYTES
+from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Find, Put, Read
+from meshlm.workers.kv.connectors import Page
+from meshlm.workers.kv.remote.connector import RemoteConnector
+from meshlm.workers.kv.remote.frames import Broken, receive_reply, send, send_page
+from meshlm.workers.kv.remote.server import PageServer
+
+PAGE = 1000
+NAMESPACE = b"n" * NAMESPACE_BYTES
+TICKET = b"t" * TICKET_BYTES
+SOON = 20.0
+
+
+class Mesh:
+    """One worker with a cache of ten pages."""
+
+    def __init__(self, buffer_bytes: int = 4 * PAGE) -> None:
+        self.cache = np.random.default_rng(len(MESHES)).integers(0, 256, (10, PAGE), np.uint8)
+        self.taken: list[int] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.server = PageServer(listener, PAGE, self.read, self.taken.append, buffer_bytes)
+        self.server.namespace = NAMESPACE
+        self.connector = RemoteConnector(self.server, 0)
+        MESHES.append(self)
+
+    def read(self, page: int, into: Page) -> None:
+        into[:] = self.cache[page]
+
+    def leave(self, places: dict[bytes, list[int]], ends_in: float = SOON) -> dict[str, Any]:
+        """The params of a request whose pages lie here."""
+        held: dict[bytes, list[int | Page]] = {key: list(pages) for key, pages in places.items()}
+        self.server.tickets.leave(TICKET, 7, held, time.monotonic() + ends_in)
+        host, port = self.server.address
+        return {"ticket": TICKET.hex(), "remote_host": host, "remote_port": port}
+
+
+MESHES: list[Mesh] = []
+
+
+@pytest.fixture(autouse=True)
+def meshes() -> Iterator[None]:
+    yield
+    for mesh in MESHES:
+        mesh.connector.close()
+    MESHES.clear()
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * KEY_BYTES
+
+
+def empty(count: int) -> list[Page]:
+    return [np.zeros(PAGE, np.uint8) for _ in range(count)]
+
+
+def test_leased_pages_are_read_by_their_ticket() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3], key(2): [5, 6]})
+    assert list(d.connector.find([key(1), key(9), key(2)], params)) == [True, False, True]
+    pages = empty(4)
+    assert list(d.connector.load([key(1), key(2), key(2), key(9)], pages, params)) == [True, True, True, False]
+    for page, number in zip(pages, (3, 5, 6), strict=False):
+        assert (page == p.cache[number]).all()
+    assert p.taken == [7]
+    assert list(d.connector.find([key(1)], params | {})) == [False]  # it was done with
+
+
+def test_a_lease_that_ended_has_nothing() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]}, ends_in=-1.0)
+    assert list(d.connector.load([key(1)], empty(1), params)) == [False]
+
+
+def test_a_reset_leaves_nothing_of_the_cache() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]})
+    p.server.tickets.reset()
+    assert list(d.connector.load([key(1)], empty(1), params)) == [False]
+
+
+def test_pages_of_another_namespace_are_refused_by_name() -> None:
+    p, d = Mesh(), Mesh()
+    d.server.namespace = b"m" * NAMESPACE_BYTES
+    with pytest.raises(Broken, match="another model"):
+        d.connector.find([key(1)], p.leave({key(1): [3]}))
+
+
+def test_pushed_pages_are_found_here() -> None:
+    p, d = Mesh(), Mesh()
+    host, port = d.server.address
+    params = {
+        "ticket": TICKET.hex(),
+        "push_host": host,
+        "push_port": port,
+        "remote_host": "192.0.2.1",
+        "remote_port": 1,
+    }
+    p.connector.push([key(1), key(2)], [p.cache[1], p.cache[2]], params)
+    assert list(d.connector.find([key(2), key(3)], params)) == [True, False]
+    (page,) = pages = empty(1)
+    assert list(d.connector.load([key(2)], pages, params)) == [True]
+    assert (page == p.cache[2]).all()
+
+
+def test_the_buffer_keeps_the_newest_and_is_bounded() -> None:
+    p, d = Mesh(), Mesh(buffer_bytes=2 * PAGE)
+    host, port = d.server.address
+    for number in range(3):
+        ticket = bytes([number]) * TICKET_BYTES
+        params = {"ticket": ticket.hex(), "push_host": host, "push_port": port}
+        p.connector.push([key(number)], [p.cache[number]], params)
+    held = [d.server.tickets.find(bytes([number]) * TICKET_BYTES) is not None for number in range(3)]
+    assert held == [False, True, True]
+    with pytest.raises(Broken, match="kv_buffer_size"):
+        p.connector.push([key(1)] * 3, list(p.cache[:3]), {**params, "ticket": TICKET.hex()})
+
+
+def test_a_page_with_a_wrong_sum_is_not_there() -> None:
+    d = Mesh()
+    with socket.create_connection(d.server.address) as connection:
+        send(connection, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2)))
+        receive_reply(connection)
+        connection.sendall(b"x" * PAGE + b"\0\0\0\0")
+        send_page(connection, d.cache[2])
+        receive_reply(connection)
+    held = d.server.tickets.find(TICKET)
+    assert held is not None
+    assert list(held.places) == [key(2)]
+
+
+@pytest.mark.parametrize("said", [b"\xff\xff\xff\xff", b"\0\0\0\3abc", b"\0\0\0\1\x93", b"GET / HTTP/1.1\r\n\r\n"])
+def test_strangers_end_their_own_connection_alone(said: bytes) -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]})
+    with socket.create_connection(p.server.address) as connection:
+        connection.settimeout(SOON)
+        connection.sendall(said)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+    assert list(d.connector.find([key(1)], params)) == [True]
+
+
+def test_whoever_knows_no_ticket_reads_nothing() -> None:
+    p = Mesh()
+    p.leave({key(1): [3]})
+    with socket.create_connection(p.server.address) as connection:
+        for ask in (Find(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(1), 0.0), Read(b"u" * TICKET_BYTES, key(1))):
+            send(connection, ask)
+            assert not any(receive_reply(connection).found)
+
+
+def test_a_mesh_that_is_gone_is_an_error_and_another_is_found() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]})
+    with pytest.raises(OSError, match="refused"):
+        d.connector.find([key(1)], {**params, "remote_port": _closed_port("127.0.0.1")})
+    assert list(d.connector.find([key(1)], params)) == [True]
+
+
+def _closed_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("params", [{"ticket": "zz"}, {"ticket": "00"}])
+def test_a_ticket_that_is_none_is_named(params: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        Mesh().connector.find([key(1)], params)
+
+
+def test_a_worker_that_the_other_rank_has_not() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]})
+    other = RemoteConnector(d.server, 2)
+    with pytest.raises(ValueError, match="remote_ports"):
+        other.find([key(1)], {**params, "remote_ports": [params["remote_port"]]})

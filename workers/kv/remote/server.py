@@ -1,0 +1,226 @@
+"""What a worker lets other meshes read of its KV cache, and what they send it: a TCP server with a thread for each connection.
+
+A *ticket* comes from the scheduler with the pages that it leases (`leave`), or from another mesh with the bytes themselves (Put), which
+are kept in a bounded buffer. A page of the KV cache is read while its lease holds only: the ticket's deadline here is earlier than the
+lease's end there. `reset` is called before the worker answers a Reset, and waits for the page that is being read.
+"""
+
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshlm.protocol.edges.kv import NAMESPACE_BYTES
+from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Done, Find, Put, Read, Reply
+from meshlm.workers.kv.connectors import Page
+from meshlm.workers.kv.remote.frames import Broken, receive_page, receive_request, send, send_page, split
+
+IDLE_S = 60.0  # a connection that says nothing for so long is closed
+MAX_CONNECTIONS = 256
+MAX_WAIT_S = 30.0
+
+
+class PageServer:
+    """`read(page, into)` copies one page of the KV cache. `taken(number)` is told once a ticket of the scheduler's is done with."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        page_bytes: int,
+        read: Callable[[int, Page], None],
+        taken: Callable[[int], None],
+        buffer_bytes: int = 0,
+    ) -> None:
+        self.namespace = b""  # set before the first ticket
+        self.tickets = Tickets(page_bytes, buffer_bytes)
+        self._listener, self._page_bytes, self._read, self._taken = listener, page_bytes, read, taken
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        listener.listen()
+        threading.Thread(target=self._accept, name="page server", daemon=True).start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # it was closed
+            if not self._connections.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="page reader", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One connection, to its end: whatever it says that is wrong ends it alone."""
+        try:
+            with connection:
+                connection.settimeout(IDLE_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while (request := receive_request(connection)) is not None:
+                    self._answer(connection, request)
+        except (Broken, OSError):
+            pass  # the other side sees that it is over
+        finally:
+            self._connections.release()
+
+    def _answer(self, connection: socket.socket, request: Find | Read | Put | Done) -> None:
+        match request:
+            case Find():
+                send(connection, self._found(request))
+            case Read(ticket=ticket, keys=keys):
+                self._send_pages(connection, ticket, split(keys))
+            case Put():
+                self._keep(connection, request)
+            case Done(ticket=ticket):
+                if (number := self.tickets.end(ticket)) is not None:
+                    self._taken(number)
+                send(connection, Reply())
+
+    def _refusal(self, request: Find | Put) -> str:
+        if request.version != VERSION:
+            return f"version {request.version} of the protocol, and this is {VERSION}"
+        if request.namespace != self.namespace:
+            return "another model, other weights, or another layout of the KV cache"
+        if len(request.ticket) > TICKET_BYTES or len(request.namespace) != NAMESPACE_BYTES:
+            return "no ticket"
+        return ""
+
+    def _found(self, find: Find) -> Reply:
+        if error := self._refusal(find):
+            return Reply(error=error)
+        keys = split(find.keys)
+        held = self.tickets.wait(find.ticket, min(find.wait_s, MAX_WAIT_S))
+        return Reply(bytes(held is not None and key in held.places for key in keys))
+
+    def _send_pages(self, connection: socket.socket, ticket: bytes, keys: list[bytes]) -> None:
+        held = self.tickets.find(ticket)
+        places = held.of(keys) if held is not None else [None] * len(keys)
+        send(connection, Reply(bytes(place is not None for place in places)))
+        page = np.empty(self._page_bytes, np.uint8)
+        for place in places:
+            if place is None:
+                continue
+            if isinstance(place, int):
+                with self.tickets.lock:  # no reset meanwhile
+                    if self.tickets.find(ticket) is not held:
+                        raise Broken("the lease ended")
+                    self._read(place, page)
+                send_page(connection, page)
+            else:
+                send_page(connection, place)
+
+    def _keep(self, connection: socket.socket, put: Put) -> None:
+        keys = split(put.keys)
+        error = self._refusal(put)
+        if not error and not keys:
+            error = "no pages"
+        if not error and not self.tickets.has_room(len(keys)):
+            error = f"{len(keys)} pages are more than the buffer holds (kv_buffer_size)"
+        send(connection, Reply(error=error))
+        if error:
+            return
+        pages: dict[bytes, list[int | Page]] = {}
+        for key in keys:
+            page = np.empty(self._page_bytes, np.uint8)
+            if receive_page(connection, page):
+                pages.setdefault(key, []).append(page)
+        self.tickets.keep(put.ticket, pages, len(keys))
+        send(connection, Reply())
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """What a ticket names. places: numbers of pages of the KV cache, or pages themselves. number: the scheduler's; -1: it has none."""
+
+    places: dict[bytes, list[int | Page]]
+    deadline: float
+    number: int = -1
+    num_kept: int = 0  # pages in the buffer
+
+    def of(self, keys: Sequence[bytes]) -> list[int | Page | None]:
+        """The place of each entry; a key stands as often as it has pages."""
+        seen: dict[bytes, int] = {}
+        found: list[int | Page | None] = []
+        for key in keys:
+            nth = seen[key] = seen.get(key, -1) + 1
+            places = self.places.get(key, [])
+            found.append(places[nth] if nth < len(places) else None)
+        return found
+
+
+class Tickets:
+    """The tickets of one worker, in the order of their coming; every thread's. `buffer_bytes`: what others may send, at most."""
+
+    def __init__(self, page_bytes: int, buffer_bytes: int) -> None:
+        self.lock = threading.RLock()
+        self._come = threading.Condition(self.lock)
+        self._held: OrderedDict[bytes, Held] = OrderedDict()
+        self._room = buffer_bytes // page_bytes if page_bytes else 0
+        self._num_kept = 0
+
+    def leave(self, ticket: bytes, number: int, places: dict[bytes, list[int | Page]], deadline: float) -> None:
+        """These pages are leased until the deadline (monotonic clock, seconds)."""
+        with self._come:
+            self._add(ticket, Held(places, deadline, number))
+
+    def keep(self, ticket: bytes, pages: dict[bytes, list[int | Page]], count: int) -> None:
+        """Pages that another mesh has sent; those that came first go where there is no room."""
+        with self._come:
+            while self._num_kept + count > self._room:
+                oldest = next(one for one, held in self._held.items() if held.num_kept)
+                self._remove(oldest)
+            self._num_kept += count
+            self._add(ticket, Held(pages, float("inf"), num_kept=count))
+
+    def has_room(self, count: int) -> bool:
+        return count <= self._room
+
+    def wait(self, ticket: bytes, limit_s: float) -> Held | None:
+        """What the ticket names, once it comes."""
+        with self._come:
+            self._come.wait_for(lambda: ticket in self._held, limit_s)
+            return self.find(ticket)
+
+    def find(self, ticket: bytes) -> Held | None:
+        with self.lock:
+            held = self._held.get(ticket)
+            if held is not None and held.deadline <= time.monotonic():
+                self._remove(ticket)
+                return None
+            return held
+
+    def end(self, ticket: bytes) -> int | None:
+        """The number of a ticket of the scheduler's that is done with; None where it is none."""
+        with self.lock:
+            held = self._held.get(ticket)
+            if held is None:
+                return None
+            self._remove(ticket)
+            return None if held.number < 0 else held.number
+
+    def reset(self) -> None:
+        """The pages of the KV cache are nobody's any more; what others have sent stays."""
+        with self.lock:
+            for ticket in [one for one, held in self._held.items() if not held.num_kept]:
+                self._remove(ticket)
+
+    def _add(self, ticket: bytes, held: Held) -> None:
+        if ticket in self._held:
+            self._remove(ticket)
+        self._held[ticket] = held
+        self._come.notify_all()
+
+    def _remove(self, ticket: bytes) -> None:
+        self._num_kept -= self._held.pop(ticket).num_kept
