@@ -14,7 +14,7 @@ the most that it can be.
 from msgspec import Struct
 
 from meshlm.protocol.edges.control import GraphCounts
-from meshlm.protocol.edges.kv import FindPages, MovePages, PageMemory, PagesFound, PagesMoved
+from meshlm.protocol.edges.kv import FindPages, LeavePages, MovePages, PageMemory, PagesFound, PagesMoved, PagesTaken
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extras import Extra, Extras
 from meshlm.protocol.kv import KVSpec
@@ -107,7 +107,7 @@ class PrepareExtra(Struct, frozen=True, tag="prepare_extra"):
     extra: Extra
 
 
-SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareExtra | FindPages | MovePages
+SchedulerToWorker = Reset | StepPlan | ResetGroup | PrepareExtra | FindPages | MovePages | LeavePages
 
 
 class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
@@ -134,6 +134,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     page_bytes: int = 0  # of its slice of a page; 0: its pages are not moved ...
     namespace: bytes = b""  # ... and what their bytes mean, the same for all workers of a rank
     pages: PageMemory | None = None  # where other workers of this host may read them; None: nowhere
+    page_server: tuple[str, int] | None = None  # where other meshes may; None: nowhere
 
 
 class WorkerAsleep(Struct, frozen=True, tag="asleep"):
@@ -206,5 +207,14 @@ class WorkerStats(Struct, frozen=True, tag="stats"):
 
 
 WorkerToScheduler = (
-    WorkerReady | WorkerAsleep | LastPlan | StepResult | StepFailed | ExtraReady | WorkerStats | PagesFound | PagesMoved
+    WorkerReady
+    | WorkerAsleep
+    | LastPlan
+    | StepResult
+    | StepFailed
+    | ExtraReady
+    | WorkerStats
+    | PagesFound
+    | PagesMoved
+    | PagesTaken
 )

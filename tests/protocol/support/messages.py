@@ -230,6 +230,7 @@ FULL: tuple[Struct, ...] = (
         4096,
         b"n" * pages.NAMESPACE_BYTES,
         PAGES,
+        ("10.0.0.2", 5600),
     ),
     step.LastPlan(77, 76, 5),
     (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL)),
@@ -266,6 +267,8 @@ FULL: tuple[Struct, ...] = (
     pages.PagesWanted(6, pack_i32([9])),
     pages.PagesStored(6, b"\x01"),
     pages.MovePages(77, 7, True, pack_i32([4]), pack_i32([9]), PAGES, "p2p", b"k", b"{}", 8),
+    pages.LeavePages(77, 8, b"t", b"k", pack_i32([4]), 9, b"{}"),
+    pages.PagesTaken(77, 8),
     pages.PagesMoved(77, 7, pack_i32([0]), 4096, 9, "gone"),
     # everyone <-> supervisor, everyone <-> coordinator
     control.Progress("weights", 12, 100, "MB"),
