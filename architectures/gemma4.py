@@ -11,20 +11,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from meshlm.architectures import layers as records
 from meshlm.architectures import weights
 from meshlm.architectures.config_values import boolean, integer, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, layer_types
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.gemma import DEFAULTS, KEYS, SANDWICH_NORMS, gemma_spec, per_layer_tables, per_layer_weights
-from meshlm.architectures.layers import (
-    GGUF_KEYS,
-    gguf_moe,
-    moe_spec,
-    sharing,
-    with_attention,
-    with_mlps,
-    with_shared_caches,
-)
 from meshlm.architectures.rope import ropes_by_kind
 from meshlm.protocol.layers import LayerSpec, MoESpec
 from meshlm.protocol.model import ModelSpec, PerLayerInputSpec, RopeSpec
@@ -57,16 +49,18 @@ def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     }
     fields = {**metadata.fields, **{f"{metadata.kind}.{key}": value for key, value in plain.items()}}
     spec = dense_gguf(metadata._replace(fields=fields, rope_factors=()), architecture)
-    spec = with_attention(spec, sliding, sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0)
-    spec = with_shared_caches(spec, shared, "attention.shared_kv_layers", MetadataError)
+    spec = records.with_attention(
+        spec, sliding, sliding_window=int(get("attention.sliding_window")) if any(sliding) else 0
+    )
+    spec = records.with_shared_caches(spec, shared, "attention.shared_kv_layers", MetadataError)
     full = {
         "num_key_value_heads": full_keys,
         "head_dim": int(get("attention.key_length")),
         "keys_are_values": _keys_are_values(metadata, sliding, layers - shared),
     }
-    spec = with_attention(spec, [not slides for slides in sliding], **full)
+    spec = records.with_attention(spec, [not slides for slides in sliding], **full)
     if shared and wide[-1] == 2 * wide[0]:
-        spec = with_mlps(spec, sharing(spec), intermediate_size=wide[-1])
+        spec = records.with_mlps(spec, records.sharing(spec), intermediate_size=wide[-1])
     if [layer.intermediate_size for layer in spec.layers] != wide:
         raise MetadataError(
             f"feed_forward_length {wide}: layers that share keys and values may have twice that of others"
@@ -83,7 +77,7 @@ def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         per_layer_input=_gguf_per_layer_input(metadata),
     )
     if int(get("expert_count", 0)):
-        moe = gguf_moe(metadata._replace(fields=fields), norm_topk_prob=True)
+        moe = records.gguf_moe(metadata._replace(fields=fields), norm_topk_prob=True)
         spec = spec.with_layers(lambda layer: replace(layer, experts=moe))
     return spec
 
@@ -124,7 +118,7 @@ def _gguf_per_layer_input(metadata: GGUFMetadata) -> PerLayerInputSpec | None:
 GEMMA4_GGUF = GGUFFamily(
     "gemma4",
     _gguf_spec,
-    keys=GGUF_KEYS
+    keys=records.GGUF_KEYS
     | words("""
         attention.sliding_window attention.sliding_window_pattern attention.shared_kv_layers attention.key_length_swa
         attention.value_length_swa rope.freq_base_swa rope.dimension_count_swa embedding_length_per_layer_input
@@ -159,12 +153,12 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"rope_parameters says nothing of {lost[0]} layers")
     rope, sliding_rope = ropes_by_kind({**config, "rope_parameters": ropes}, 1_000_000.0, 10_000.0)
     spec = gemma_spec({**config, "layer_types": kinds, "query_pre_attn_scalar": 1}, architecture, _EVERY, rope)
-    spec = with_attention(spec, [not one.slides for one in spec.attentions], **_full_attention(config, spec))
-    spec = with_shared_caches(spec, integer(config, "num_kv_shared_layers"), "num_kv_shared_layers")
+    spec = records.with_attention(spec, [not one.slides for one in spec.attentions], **_full_attention(config, spec))
+    spec = records.with_shared_caches(spec, integer(config, "num_kv_shared_layers"), "num_kv_shared_layers")
     if boolean(config, "use_double_wide_mlp"):
-        spec = with_mlps(spec, sharing(spec), intermediate_size=2 * spec.intermediate_size)
+        spec = records.with_mlps(spec, records.sharing(spec), intermediate_size=2 * spec.intermediate_size)
     if boolean(config, "enable_moe_block"):
-        moe = moe_spec({**config, "num_experts_per_tok": config["top_k_experts"], "norm_topk_prob": True})
+        moe = records.moe_spec({**config, "num_experts_per_tok": config["top_k_experts"], "norm_topk_prob": True})
         spec = spec.with_layers(lambda layer: replace(layer, experts=moe))
     return replace(spec, qk_norm=True, sliding_rope=sliding_rope, per_layer_input=_per_layer_input(config))
 

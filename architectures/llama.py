@@ -18,17 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures import weights
-from meshlm.architectures.config_values import (
-    boolean,
-    integer,
-    number,
-    only_these,
-    positive,
-    refuse_quantised,
-    shown,
-    words,
-)
+from meshlm.architectures import config_values, weights
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, sliding_layers, windowed_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, moe_spec, with_attention, with_experts
@@ -47,7 +37,7 @@ LLAMA = Family(
 
 
 def _helium_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture, "heads rotate neighbours")
+    config_values.refuse_quantised(config, architecture, "heads rotate neighbours")
     return replace(full_spec(config, architecture), output_bias=False)
 
 
@@ -62,7 +52,7 @@ HELIUM = Family(
 
 
 def _seed_oss_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return replace(full_spec(config, architecture), output_bias=boolean(config, "attention_out_bias"))
+    return replace(full_spec(config, architecture), output_bias=config_values.boolean(config, "attention_out_bias"))
 
 
 SEED_OSS = Family(
@@ -78,7 +68,7 @@ _EVERY = 4  # of so many layers the last has no positions
 
 
 def _smollm3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    if boolean(config, "use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    if config_values.boolean(config, "use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
         raise ValueError(f"use_sliding_window and sliding layers are not supported for {architecture}")
     spec = dense_spec(config, architecture)
     return with_attention(spec, without_positions(config, spec.num_hidden_layers), rotates=False)
@@ -88,10 +78,10 @@ def without_positions(config: dict[str, Any], layers: int) -> tuple[bool, ...]:
     """The layers that rotate nothing; the file says 1 of those that do. ValueError."""
     given = config.get("no_rope_layers")
     if given is None:
-        every = positive(config, "no_rope_layer_interval", _EVERY)
+        every = config_values.positive(config, "no_rope_layer_interval", _EVERY)
         return tuple((layer + 1) % every == 0 for layer in range(layers))
     if not isinstance(given, list) or len(given) != layers or any(one not in (0, 1) for one in given):
-        raise ValueError(f"no_rope_layers must be 0 or 1 for each of {layers} layers, got {shown(given)}")
+        raise ValueError(f"no_rope_layers must be 0 or 1 for each of {layers} layers, got {config_values.shown(given)}")
     return tuple(not one for one in given)
 
 
@@ -110,11 +100,11 @@ SMOLLM3 = Family(
     gguf=GGUFFamily("smollm3", _smollm3_gguf, interleaved_heads=True),
 )
 _WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
-_WITH_ALPHA = words("rope_type type rope_theta alpha beta_fast beta_slow factor mscale mscale_all_dim")
+_WITH_ALPHA = config_values.words("rope_type type rope_theta alpha beta_fast beta_slow factor mscale mscale_all_dim")
 
 
 def _hunyuan_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    only_these(config, _WANTED, architecture)
+    config_values.only_these(config, _WANTED, architecture)
     return replace(full_spec({**_stretched(config), "mlp_bias": False}, architecture), qk_norm=True)
 
 
@@ -128,12 +118,12 @@ def _stretched(config: dict[str, Any]) -> dict[str, Any]:
         return config
     if foreign := sorted(rope.keys() - _WITH_ALPHA):
         raise ValueError(f"rope_type dynamic with alpha does not know {foreign[0]} (rope_scaling, rope_parameters)")
-    heads, hidden = integer(config, "num_attention_heads"), integer(config, "hidden_size")
-    dim = integer(config, "head_dim", hidden // max(1, heads))
+    heads, hidden = config_values.integer(config, "num_attention_heads"), config_values.integer(config, "hidden_size")
+    dim = config_values.integer(config, "head_dim", hidden // max(1, heads))
     if dim < 4:
         raise ValueError(f"head_dim is {dim}; rope_type dynamic with alpha needs 4 at least")
-    theta = number(rope.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta")
-    theta *= number(rope["alpha"], "alpha") ** (dim / (dim - 2))
+    theta = config_values.number(rope.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta")
+    theta *= config_values.number(rope["alpha"], "alpha") ** (dim / (dim - 2))
     return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
 
 
@@ -146,7 +136,7 @@ HUNYUAN = Family(
     model_type="hunyuan_v1_dense",
     spec=_hunyuan_spec,
     weights=weights.transformer_weights,
-    keys=frozenset(_WANTED) | words("attention_head_dim cla_share_factor"),
+    keys=frozenset(_WANTED) | config_values.words("attention_head_dim cla_share_factor"),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     rename=_renamed,
     gguf=GGUFFamily("hunyuan-dense", partial(dense_gguf, qk_norm=True)),
@@ -168,7 +158,7 @@ _ROPE = {"rope_type": "llama3", "rope_theta": 12e6, "original_max_position_embed
 def _apertus_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if config.get("hidden_act", "xielu") != "xielu":
         raise ValueError(
-            f"hidden_act {shown(config['hidden_act'])} is not supported for {architecture}; supported: xielu"
+            f"hidden_act {config_values.shown(config['hidden_act'])} is not supported for {architecture}; supported: xielu"
         )
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": _ROPE}
@@ -181,7 +171,9 @@ def _apertus_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     columns = [get(f"xielu.{name}") for name in NUMBERS]
     for name, column in zip(NUMBERS, columns, strict=True):
         if not isinstance(column, list) or len(column) != spec.num_hidden_layers:
-            raise MetadataError(f"metadata xielu.{name} is {shown(column)}; it must be a number for each layer")
+            raise MetadataError(
+                f"metadata xielu.{name} is {config_values.shown(column)}; it must be a number for each layer"
+            )
     numbers = tuple(tuple(map(float, row)) for row in zip(*columns, strict=True))
     records = (
         replace(layer, mlp=MLP(intermediate_size=layer.intermediate_size, xielu=row))
@@ -252,7 +244,7 @@ def _ministral3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     window = one_window(config, spec, slides=True)
     spec = with_attention(replace(spec, max_position_embeddings=int(config[_CONTEXT])), sliding_window=window)
     missing = ValueError(f"{_BETA} needs original_max_position_embeddings (rope_parameters)")
-    return _growing(spec, number(given.get(_BETA) or 0.0, _BETA), missing)
+    return _growing(spec, config_values.number(given.get(_BETA) or 0.0, _BETA), missing)
 
 
 def _growing(spec: ModelSpec, beta: float, missing: ValueError) -> ModelSpec:

@@ -7,16 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from meshlm.architectures.config_values import (
-    boolean,
-    integer,
-    layer_kinds,
-    number,
-    positive,
-    refuse_quantised,
-    shown,
-    words,
-)
+from meshlm.architectures import config_values
 from meshlm.architectures.dense import dense_gguf, dense_spec
 from meshlm.architectures.family import ExpertTensors, Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import GGUF_KEYS, checked, gguf_moe, moe_spec, with_attention, with_experts
@@ -30,16 +21,18 @@ _KINDS = ("chunked_attention", "full_attention")
 
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    refuse_quantised(config, architecture, "heads rotate neighbours")
-    wide = integer(config, "intermediate_size")
-    spec = dense_spec({**config, "intermediate_size": integer(config, "intermediate_size_mlp")}, architecture)
+    config_values.refuse_quantised(config, architecture, "heads rotate neighbours")
+    wide = config_values.integer(config, "intermediate_size")
+    spec = dense_spec(
+        {**config, "intermediate_size": config_values.integer(config, "intermediate_size_mlp")}, architecture
+    )
     without = without_positions(config, spec.num_hidden_layers)
-    chunk = integer(config, "attention_chunk_size", 0)
+    chunk = config_values.integer(config, "attention_chunk_size", 0)
     if chunk < 0:
         raise ValueError(f"attention_chunk_size is {chunk}; it must be positive, or null")
     named = _chunked(config, without)
     chunked = named if 0 < chunk < spec.max_position_embeddings else (False,) * len(named)
-    if integer(config, "num_experts_per_tok") != 1:
+    if config_values.integer(config, "num_experts_per_tok") != 1:
         raise ValueError(
             f"num_experts_per_tok {config['num_experts_per_tok']} is not supported for {architecture}; it must be 1"
         )
@@ -51,10 +44,13 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     )
     temperature = None
     if config.get("attn_temperature_tuning"):  # older files have a number there
-        temperature = number(config["attn_scale"], "attn_scale"), number(config["floor_scale"], "floor_scale")
+        temperature = (
+            config_values.number(config["attn_scale"], "attn_scale"),
+            config_values.number(config["floor_scale"], "floor_scale"),
+        )
         if not temperature[1]:
             raise ValueError("floor_scale is 0; it must be positive")
-    normed = boolean(config, "use_qk_norm")
+    normed = config_values.boolean(config, "use_qk_norm")
     if normed:  # heads are normed behind their rotation, which takes away what YaRN and LongRoPE multiply them by
         spec = replace(spec, rope=replace(spec.rope, attention_factor=1.0))
     spec = with_attention(with_attention(spec, chunked, attention_chunk_size=chunk), without, rotates=False)
@@ -67,17 +63,17 @@ def _chunked(config: dict[str, Any], without: tuple[bool, ...]) -> tuple[bool, .
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(not one for one in without)
-    return tuple(kind == _KINDS[0] for kind in layer_kinds(kinds, len(without), _KINDS))
+    return tuple(kind == _KINDS[0] for kind in config_values.layer_kinds(kinds, len(without), _KINDS))
 
 
 def _layers_with_experts(config: dict[str, Any]) -> tuple[bool, ...]:
     """The layers with experts, by moe_layers or interleave_moe_layer_step. ValueError."""
-    layers, given = integer(config, "num_hidden_layers"), config.get("moe_layers")
+    layers, given = config_values.integer(config, "num_hidden_layers"), config.get("moe_layers")
     if given is None:
-        step = positive(config, "interleave_moe_layer_step", 1)
+        step = config_values.positive(config, "interleave_moe_layer_step", 1)
         given = list(range(step - 1, layers, step))
     if not isinstance(given, list) or any(type(one) is not int or not 0 <= one < layers for one in given):
-        raise ValueError(f"moe_layers must be a list of numbers of layers, got {shown(given)}")
+        raise ValueError(f"moe_layers must be a list of numbers of layers, got {config_values.shown(given)}")
     found = tuple(layer in given for layer in range(layers))
     if not any(found):
         raise ValueError("moe_layers and interleave_moe_layer_step leave no layer with experts")
@@ -115,7 +111,7 @@ FAMILY = Family(
     model_type="llama4_text",
     spec=_spec,
     weights=_weights,
-    keys=words("""
+    keys=config_values.words("""
         intermediate_size_mlp num_local_experts num_experts_per_tok moe_layers interleave_moe_layer_step use_qk_norm
         no_rope_layers no_rope_layer_interval attention_chunk_size attn_temperature_tuning attn_scale floor_scale
         router_jitter_noise for_llm_compressor

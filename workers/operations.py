@@ -14,22 +14,8 @@ from typing import Any, assert_never
 import msgspec
 import structlog
 
+from meshlm.protocol import operations
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import (
-    AbortRunning,
-    CallWorkers,
-    Operation,
-    OperationDone,
-    OperationId,
-    Pause,
-    Profile,
-    RebalanceExperts,
-    ResetPrefixCache,
-    Resume,
-    Sleep,
-    Stop,
-    WakeUp,
-)
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
@@ -80,27 +66,27 @@ class Extension:
             _log.warning("a worker extension was called", note=LOST)
         self._has_warned = True
 
-    def call(self, operation_id: OperationId, asked: CallWorkers) -> OperationDone:
+    def call(self, operation_id: operations.OperationId, asked: operations.CallWorkers) -> operations.OperationDone:
         """Its result as JSON, what JSON has not as text; or what went wrong."""
         if asked.method in ("verify_weights", "reload_weights"):
             from meshlm.workers.weights import reload  # torch
 
             error = reload.of_engine(self._engine, only_verify=asked.method == "verify_weights")
-            return OperationDone(operation_id, error, results=() if error else (b"null",))
+            return operations.OperationDone(operation_id, error, results=() if error else (b"null",))
         if self._made is None:
-            return OperationDone(operation_id, NONE)
+            return operations.OperationDone(operation_id, NONE)
         kind = type(self._made).__name__
         method = None if asked.method.startswith("_") else getattr(type(self._made), asked.method, None)
         if not callable(method):
-            return OperationDone(operation_id, f"method: {kind} has no {asked.method!r}")
+            return operations.OperationDone(operation_id, f"method: {kind} has no {asked.method!r}")
         self._warn()
         try:
             given = msgspec.json.decode(asked.arguments)
             result = method(self._made, *given["args"], **given["kwargs"])
-            return OperationDone(operation_id, results=(msgspec.json.encode(result, enc_hook=str),))
+            return operations.OperationDone(operation_id, results=(msgspec.json.encode(result, enc_hook=str),))
         except Exception as error:  # the user's code may raise anything; the worker goes on
             _log.exception("worker extension failed", method=asked.method)
-            return OperationDone(operation_id, f"{kind}.{asked.method}: {type(error).__name__}: {error}")
+            return operations.OperationDone(operation_id, f"{kind}.{asked.method}: {type(error).__name__}: {error}")
 
 
 def load_profiler(folder: str) -> None:
@@ -118,18 +104,18 @@ class Profiler:
         self._folder, self._name, self._host = folder, name, host
         self._running: Any = None
 
-    def handle(self, operation_id: OperationId, *, start: bool) -> OperationDone:
+    def handle(self, operation_id: operations.OperationId, *, start: bool) -> operations.OperationDone:
         """Begin or end a trace; what could not be done is in the answer's `error`."""
         if not self._folder:
-            return OperationDone(operation_id, "there is no directory for traces (--profiler-dir)")
+            return operations.OperationDone(operation_id, "there is no directory for traces (--profiler-dir)")
         if start == (self._running is not None):
             state = "is running already" if start else "is not running"
-            return OperationDone(operation_id, f"{self._name}: the profiler {state}")
+            return operations.OperationDone(operation_id, f"{self._name}: the profiler {state}")
         try:
-            return OperationDone(operation_id, paths=() if start and self._start() else (self._stop(),))
+            return operations.OperationDone(operation_id, paths=() if start and self._start() else (self._stop(),))
         except (OSError, RuntimeError) as error:
             self._running = None
-            return OperationDone(operation_id, f"{self._name}: --profiler-dir {self._folder}: {error}")
+            return operations.OperationDone(operation_id, f"{self._name}: --profiler-dir {self._folder}: {error}")
 
     def _start(self) -> bool:
         import torch
@@ -172,9 +158,9 @@ class Operations:
         )  # files of other nodes are told from the head's
         self._profiler = Profiler(config.worker.profiler_dir, f"{identity.role.value}-{identity.index}", host)
         self._rebalance = rebalance
-        self._done: dict[OperationId, OperationDone] = {}
+        self._done: dict[operations.OperationId, operations.OperationDone] = {}
 
-    def do(self, operation: Operation) -> OperationDone:
+    def do(self, operation: operations.Operation) -> operations.OperationDone:
         """The answer, or the same again where it was done already."""
         done = self._done.get(operation.id)
         if done is None:
@@ -183,21 +169,26 @@ class Operations:
                 del self._done[next(iter(self._done))]
         return done
 
-    def _do(self, operation: Operation) -> OperationDone:
+    def _do(self, operation: operations.Operation) -> operations.OperationDone:
         match operation.action:
-            case Profile(start=start):
+            case operations.Profile(start=start):
                 return self._profiler.handle(operation.id, start=start)
-            case RebalanceExperts():
-                return OperationDone(operation.id, self._rebalance())
-            case CallWorkers() as asked:
+            case operations.RebalanceExperts():
+                return operations.OperationDone(operation.id, self._rebalance())
+            case operations.CallWorkers() as asked:
                 if self._extension is None:
-                    return OperationDone(operation.id, NONE)
+                    return operations.OperationDone(operation.id, NONE)
                 return self._extension.call(operation.id, asked)
             case (
-                Stop() | Pause() | Resume() | Sleep() | WakeUp() | AbortRunning()
+                operations.Stop()
+                | operations.Pause()
+                | operations.Resume()
+                | operations.Sleep()
+                | operations.WakeUp()
+                | operations.AbortRunning()
             ):  # the scheduler alone has a part in it
-                return OperationDone(operation.id)
-            case ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
-                return OperationDone(operation.id)
+                return operations.OperationDone(operation.id)
+            case operations.ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
+                return operations.OperationDone(operation.id)
             case _:
                 assert_never(operation.action)

@@ -12,16 +12,7 @@ from msgspec import Raw
 
 from meshlm.frontend.http.errors import field_error
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.edges.text import (
-    ChatPrompt,
-    JoinedPrompt,
-    MediaPrompt,
-    PairPrompt,
-    Prompt,
-    TextPrompt,
-    TokenPrompt,
-    num_bytes_of,
-)
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
 
 MAX_LISTED_IDS = (
@@ -111,20 +102,20 @@ def check_num_ids(count: int, truncates: bool, resolved: Resolved) -> None:
         _refuse("prompt", text, most)
 
 
-def check_prompt(prompt: Prompt, truncates: bool, resolved: Resolved) -> None:
+def check_prompt(prompt: edge.Prompt, truncates: bool, resolved: Resolved) -> None:
     """One prompt, before it is tokenized; how many tokens a text has, its detokenizer sees."""
     match prompt:
-        case TokenPrompt(token_ids=ids):
+        case edge.TokenPrompt(token_ids=ids):
             check_num_ids(len(ids) // 4, truncates, resolved)
-        case MediaPrompt(prompt=plain):
+        case edge.MediaPrompt(prompt=plain):
             check_prompt(plain, truncates, resolved)  # media have limits of their own
-        case JoinedPrompt(parts=parts):
+        case edge.JoinedPrompt(parts=parts):
             for part in parts:
                 check_prompt(part, truncates, resolved)
-        case TextPrompt() | ChatPrompt() | PairPrompt():
+        case edge.TextPrompt() | edge.ChatPrompt() | edge.PairPrompt():
             most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
-            if (size := num_bytes_of(prompt)) > most:
-                is_text = not isinstance(prompt, ChatPrompt)
+            if (size := edge.num_bytes_of(prompt)) > most:
+                is_text = not isinstance(prompt, edge.ChatPrompt)
                 _refuse(
                     "prompt" if is_text else "messages",
                     f"{size} bytes" + ("" if is_text else " with tools and template"),

@@ -10,15 +10,7 @@ from meshlm.frontend.openai.response_schema import ChatCompletionLogProb, ChatCo
 from meshlm.frontend.openai.responses import AnswerHead, Json, WholeResponse
 from meshlm.frontend.openai.schema import MAX_SEQUENCES
 from meshlm.frontend.rendering.schema import GenerateChoice, Generated
-from meshlm.protocol.edges.text import (
-    Accepted,
-    DetokenizeReply,
-    Finished,
-    PositionLogprobs,
-    Submit,
-    TextParams,
-    TokenLogprob,
-)
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.logprobs import LONGEST_BEGIN, pending_after, shown
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import FinishReason, Handle
@@ -56,7 +48,7 @@ def checked(parsed_request: ParsedRequest, found: Sequence[Generated], context: 
 
 def plain(parsed_request: ParsedRequest) -> ParsedRequest:
     """The request where its client did not say it: all text is content, as nothing tells that the model was to reason or call."""
-    text = TextParams()
+    text = edge.TextParams()
     plain = parsed_request.with_answer(begins_with_reasoning=False, changes_content=False, tool_call_parser="")
     return plain.with_mesh(text=text)
 
@@ -98,19 +90,19 @@ class DerenderedResponse(WholeResponse):
         return {"prompt_token_ids": None, "prompt_logprobs": self._found[choice.prompt_index].prompt_logprobs}
 
     def tell(
-        self, prompt_index: int, entry: GenerateChoice, num_prompt: int, reply: DetokenizeReply, texts: Texts
+        self, prompt_index: int, entry: GenerateChoice, num_prompt: int, reply: edge.DetokenizeReply, texts: Texts
     ) -> None:
         """One choice comes."""
         parsed_request, ids = self.parsed_request, array("i", entry.token_ids or [])
-        submit = Submit((), (), parsed_request.mesh.prompts[0], parsed_request.mesh.sampling)
+        submit = edge.Submit((), (), parsed_request.mesh.prompts[0], parsed_request.mesh.sampling)
         choice = Choice(self, len(self.choices), prompt_index, submit, Handle(0))
         self.choices.append(choice)
-        self.accepted(choice, Accepted((), num_prompt))
+        self.accepted(choice, edge.Accepted((), num_prompt))
         num_chars = unpack_i32(reply.num_chars).tolist()
         reason = REASONS[entry.finish_reason]
         text, stop_reason = _ended(parsed_request, reason, ids[-1], reply.text, num_chars[-1] if num_chars else 0)
         choice.token_ids = ids
-        choice.finished = Finished(0, reason, stop_reason, len(ids))
+        choice.finished = edge.Finished(0, reason, stop_reason, len(ids))
         logprobs = _positions(entry, ids, num_chars, texts, parsed_request.answer.logprobs)
         self.row(choice, len(ids), text, RowDetails(choice.finished, logprobs=logprobs))
 
@@ -149,26 +141,28 @@ def _id_of(token: ChatCompletionLogProb) -> int | None:
 
 def _positions(
     entry: GenerateChoice, ids: "array[int]", num_chars: Sequence[int], texts: Texts, num_top: int
-) -> list[PositionLogprobs]:
+) -> list[edge.PositionLogprobs]:
     """The log-probabilities with the texts of the tokens that they name by id; `num_top` of the likeliest at most."""
     content = _content(entry)
     cut = {token: data for token, (text, data) in texts.items() if text.encode() != data}
     aligned = len(content) == len(ids) == len(num_chars)
-    found = list[PositionLogprobs]()
+    found = list[edge.PositionLogprobs]()
     for place, position in enumerate(content):
         pending = pending_after(ids[max(0, place - LONGEST_BEGIN) : place], cut) if aligned else b""
 
-        def of(token: ChatCompletionLogProb, pending: bytes = pending) -> TokenLogprob:
+        def of(token: ChatCompletionLogProb, pending: bytes = pending) -> edge.TokenLogprob:
             token_id = _id_of(token)
             if token_id is None:
                 data = bytes(token.bytes) if token.bytes is not None else token.token.encode()
-                return TokenLogprob(-1, token.logprob, 0, token.token, data)
+                return edge.TokenLogprob(-1, token.logprob, 0, token.token, data)
             text, data = texts[token_id]
-            return TokenLogprob(token_id, token.logprob, 0, shown(data, pending) if token_id in cut else text, data)
+            return edge.TokenLogprob(
+                token_id, token.logprob, 0, shown(data, pending) if token_id in cut else text, data
+            )
 
         own = of(position)
         found.append(
-            PositionLogprobs(
+            edge.PositionLogprobs(
                 own, num_chars[place] if aligned else len(own.text), tuple(map(of, position.top_logprobs[:num_top]))
             )
         )

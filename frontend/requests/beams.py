@@ -15,17 +15,7 @@ from msgspec.structs import replace
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.requests import pacing, submits
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Detokenize,
-    DetokenizeReply,
-    Finished,
-    PositionLogprobs,
-    Prompt,
-    TextParams,
-    TokenLogprob,
-    TokenPrompt,
-)
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
@@ -34,7 +24,7 @@ from meshlm.runtime.client.beam_search import Beam, BeamSearch, Candidate, num_c
 from meshlm.runtime.client.placement import Choice, RowDetails
 
 SENDS_A_TURN = 16  # beams of a prompt, in one turn of the loop
-Detail = tuple[TokenLogprob, tuple[TokenLogprob, ...]]  # a token, and the likeliest in its place
+Detail = tuple[edge.TokenLogprob, tuple[edge.TokenLogprob, ...]]  # a token, and the likeliest in its place
 
 
 class Step:
@@ -45,12 +35,12 @@ class Step:
         self.choices: list[Choice] = []
         self.has_begun = False
         self.end = asyncio.Event()
-        self.accepted_as: Accepted | None = None
+        self.accepted_as: edge.Accepted | None = None
         self.first: First | None = None
-        self.found: dict[int, PositionLogprobs] = {}  # by choice
+        self.found: dict[int, edge.PositionLogprobs] = {}  # by choice
         self.error: HttpError | None = None
 
-    def accepted(self, choice: Choice, accepted: Accepted) -> None:
+    def accepted(self, choice: Choice, accepted: edge.Accepted) -> None:
         self.accepted_as = accepted
 
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
@@ -98,7 +88,7 @@ class Search:
         width = self._parsed_request.mesh.num_choices
         at_once = asyncio.Semaphore(max(1, pacing.most_waiting(self._backend.config) // width))
 
-        async def one(prompt: Prompt, choices: list[Choice]) -> None:
+        async def one(prompt: edge.Prompt, choices: list[Choice]) -> None:
             async with at_once:
                 await self._one(answer, prompt, choices)
 
@@ -112,7 +102,7 @@ class Search:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _one(self, answer: Any, prompt: Prompt, choices: list[Choice]) -> None:
+    async def _one(self, answer: Any, prompt: edge.Prompt, choices: list[Choice]) -> None:
         parsed_request, width = self._parsed_request, len(choices)
         step = await self._step([prompt], is_first=True)
         accepted = step.accepted_as
@@ -130,7 +120,7 @@ class Search:
 
         async def next_step(beams: list[tuple[int, Beam[Detail]]]) -> list[list[Candidate[Detail]]]:
             nonlocal first
-            step = await self._step([TokenPrompt(prompt_ids + pack_i32(beam.token_ids)) for _, beam in beams])
+            step = await self._step([edge.TokenPrompt(prompt_ids + pack_i32(beam.token_ids)) for _, beam in beams])
             first = step.first
             return [self._candidates(step.found[index]) for index in range(len(beams))]
 
@@ -142,7 +132,7 @@ class Search:
             choice.num_prompt_tokens = num_prompt
             choice.token_ids = array("i", _shown(beam, keep_end=parsed_request.mesh.text.include_stop_str_in_output))
             reason = FinishReason.LENGTH if beam.end < 0 else FinishReason.STOP
-            finished = Finished(0, reason, None if beam.end < 0 else beam.end, len(choice.token_ids))
+            finished = edge.Finished(0, reason, None if beam.end < 0 else beam.end, len(choice.token_ids))
             choice.finished = finished
             logprobs = list(self._positions(beam, sizes)) if parsed_request.answer.logprobs >= 0 else None
             answer.row(choice, len(choice.token_ids), text, RowDetails(finished, logprobs, None, first))
@@ -161,7 +151,7 @@ class Search:
             raise HttpError(400, f"This model's maximum context length is {context} tokens; {text}", name)
         return room if parsed_request.mesh.max_tokens is None else min(parsed_request.mesh.max_tokens, room)
 
-    async def _step(self, prompts: Sequence[Prompt], *, is_first: bool = False) -> Step:
+    async def _step(self, prompts: Sequence[edge.Prompt], *, is_first: bool = False) -> Step:
         """The likeliest tokens behind each of these prompts."""
         self._num_steps += 1
         step, parsed_request = Step(f"{self._request_id}-beam{self._num_steps}"), self._parsed_request
@@ -173,7 +163,7 @@ class Search:
             max_tokens=1,
             cap_max_tokens=False,
             num_choices=1,
-            text=parsed_request.mesh.text if is_first else TextParams(),
+            text=parsed_request.mesh.text if is_first else edge.TextParams(),
         ).with_answer(
             return_token_ids=is_first,
             echo=is_first and parsed_request.answer.echo,
@@ -182,22 +172,22 @@ class Search:
         await step.take(self._backend, one, self._rank)
         return step
 
-    def _candidates(self, found: PositionLogprobs) -> list[Candidate[Detail]]:
+    def _candidates(self, found: edge.PositionLogprobs) -> list[Candidate[Detail]]:
         top = found.top if self._parsed_request.answer.logprobs >= 0 else ()
         return [Candidate(one.token_id, one.logprob, (one, top)) for one in found.top]
 
-    def _positions(self, beam: Beam[Detail], sizes: Sequence[int]) -> Iterator[PositionLogprobs]:
+    def _positions(self, beam: Beam[Detail], sizes: Sequence[int]) -> Iterator[edge.PositionLogprobs]:
         """What an answer tells of each token."""
         for (token, top), num_chars in zip(beam.details, sizes):
-            yield PositionLogprobs(token, num_chars, top[: self._parsed_request.answer.logprobs])
+            yield edge.PositionLogprobs(token, num_chars, top[: self._parsed_request.answer.logprobs])
 
     async def _text(self, beam: Beam[Detail]) -> tuple[str, list[int]]:
         """The text, and how many characters each token brought."""
         ids = pack_i32(beam.token_ids)
         reply = await self._backend.requests.ask(
-            Detokenize(self._backend.requests.new_handle(), ids, self._parsed_request.mesh.text)
+            edge.Detokenize(self._backend.requests.new_handle(), ids, self._parsed_request.mesh.text)
         )
-        assert isinstance(reply, DetokenizeReply)
+        assert isinstance(reply, edge.DetokenizeReply)
         if reply.error:
             raise HttpError.of_kind(reply.kind, reply.error, reply.param)
         return reply.text, unpack_i32(reply.num_chars).tolist()

@@ -48,24 +48,8 @@ def _fifth(data: Tensor) -> Tensor:
     return (data.unsqueeze(-1) >> shifts & 1).flatten(-2) << 4
 
 
-def _q4_0(data: Tensor) -> Blocks:
-    return Blocks(_nibbles(data[..., 2:]), _half(data, 0))
-
-
-def _q4_1(data: Tensor) -> Blocks:
-    return Blocks(_nibbles(data[..., 4:]), _half(data, 0), _half(data, 2))
-
-
-def _q5_0(data: Tensor) -> Blocks:
-    return Blocks(_nibbles(data[..., 6:]) | _fifth(data[..., 2:6]), _half(data, 0))
-
-
 def _q5_1(data: Tensor) -> Blocks:
     return Blocks(_nibbles(data[..., 8:]) | _fifth(data[..., 4:8]), _half(data, 0), _half(data, 2))
-
-
-def _q8_0(data: Tensor) -> Blocks:
-    return Blocks(data[..., 2:] ^ 128, _half(data, 0))
 
 
 def _scales_k(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,10 +65,6 @@ def _pairs(data: Tensor) -> Tensor:
     return _nibbles(data.unflatten(-1, (4, 32))).flatten(-2)
 
 
-def _q4_k(data: Tensor) -> Blocks:
-    return Blocks(_pairs(data[..., 16:]), *_scales_k(data))
-
-
 def _q5_k(data: Tensor) -> Blocks:
     return Blocks(_pairs(data[..., 48:]) | _bits(data[..., 16:48], 1).flatten(-2) << 4, *_scales_k(data))
 
@@ -97,12 +77,12 @@ def _q6_k(data: Tensor) -> Blocks:
 
 
 LAYOUTS = {
-    2: Layout(4, 32, 8, 18, _q4_0),
-    3: Layout(4, 32, 0, 20, _q4_1),
-    6: Layout(5, 32, 16, 22, _q5_0),
+    2: Layout(4, 32, 8, 18, lambda data: Blocks(_nibbles(data[..., 2:]), _half(data, 0))),
+    3: Layout(4, 32, 0, 20, lambda data: Blocks(_nibbles(data[..., 4:]), _half(data, 0), _half(data, 2))),
+    6: Layout(5, 32, 16, 22, lambda data: Blocks(_nibbles(data[..., 6:]) | _fifth(data[..., 2:6]), _half(data, 0))),
     7: Layout(5, 32, 0, 24, _q5_1),
-    8: Layout(8, 32, 128, 34, _q8_0),
-    12: Layout(4, 32, 0, 144, _q4_k),
+    8: Layout(8, 32, 128, 34, lambda data: Blocks(data[..., 2:] ^ 128, _half(data, 0))),
+    12: Layout(4, 32, 0, 144, lambda data: Blocks(_pairs(data[..., 16:]), *_scales_k(data))),
     13: Layout(5, 32, 0, 176, _q5_k),
     14: Layout(6, 16, 32, 210, _q6_k),
 }

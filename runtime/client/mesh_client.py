@@ -9,17 +9,7 @@ import time
 
 from msgspec import Struct
 
-from meshlm.protocol.edges.text import (
-    Accepted,
-    Cancel,
-    Detokenize,
-    DetokenizeReply,
-    Rejected,
-    Submit,
-    TextDeltas,
-    Tokenize,
-    TokenizeReply,
-)
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation
 from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.client.questions import Question, Questions, Reply
@@ -53,7 +43,7 @@ class MeshClient:
 
     # --- requests ---
 
-    def open(self, choices: list[Choice], submit: Submit) -> None:
+    def open(self, choices: list[Choice], submit: edge.Submit) -> None:
         now = time.monotonic()
         for choice in choices:
             choice.opened_at = now
@@ -86,20 +76,20 @@ class MeshClient:
             except LinkFull:
                 self._link_full(send)
             except MessageTooLong as error:
-                if isinstance(send.message, Submit):
+                if isinstance(send.message, edge.Submit):
                     kind = ErrorKind.INTERNAL if send.message.attempt else ErrorKind.INVALID
-                    self.send(self.tracker.rejected(Rejected(send.message.handles, kind, str(error), "prompt")))
+                    self.send(self.tracker.rejected(edge.Rejected(send.message.handles, kind, str(error), "prompt")))
         if self._patient and self.tracker.orphans:
             self._retry_later()
 
     def _link_full(self, send: Send) -> None:
         assert self.mesh is not None
-        if isinstance(send.message, Submit) and self._patient:
+        if isinstance(send.message, edge.Submit) and self._patient:
             self.tracker.not_sent(send.message.handles)
             return
         self.mesh.log.warning("queue full", to=str(send.to), **about(send.message))
-        if isinstance(send.message, Submit):
-            self.send(self.tracker.rejected(Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
+        if isinstance(send.message, edge.Submit):
+            self.send(self.tracker.rejected(edge.Rejected(send.message.handles, ErrorKind.OVERLOADED, FULL)))
 
     def _place(self) -> None:
         self._places_later = False
@@ -117,7 +107,7 @@ class MeshClient:
 
     # --- questions ---
 
-    async def ask(self, message: Tokenize | Detokenize) -> Reply:
+    async def ask(self, message: edge.Tokenize | edge.Detokenize) -> Reply:
         """Asks one detokenizer after the other, which all know the same, until one lives to answer. RequestError."""
         question = self.questions.open(message)
         try:
@@ -128,7 +118,7 @@ class MeshClient:
             left = not question.answer.done() or question.answer.cancelled()
             if left and question.detokenizer is not None and self.mesh is not None:
                 with contextlib.suppress(LinkDown, LinkFull, MessageTooLong):
-                    self.mesh.send(question.detokenizer, Cancel(message.handle))
+                    self.mesh.send(question.detokenizer, edge.Cancel(message.handle))
 
     def _ask(self, question: Question) -> None:
         assert self.mesh is not None
@@ -145,7 +135,7 @@ class MeshClient:
             else:
                 question.refuse(ErrorKind.OVERLOADED, FULL)
         except MessageTooLong as error:
-            param = "tokens" if isinstance(question.message, Detokenize) else "prompt"
+            param = "tokens" if isinstance(question.message, edge.Detokenize) else "prompt"
             question.refuse(ErrorKind.INVALID, str(error), param)
 
     def _wait_for_detokenizer(self, question: Question) -> None:
@@ -167,13 +157,13 @@ class MeshClient:
 
     def on_message(self, peer: Identity, message: Struct, now: float) -> None:
         match message:
-            case TextDeltas():
+            case edge.TextDeltas():
                 self.send(self.tracker.deltas(message, peer, now))
-            case Accepted():
+            case edge.Accepted():
                 self.tracker.accepted(message, now)
-            case Rejected():
+            case edge.Rejected():
                 self.send(self.tracker.rejected(message))
-            case TokenizeReply() | DetokenizeReply():
+            case edge.TokenizeReply() | edge.DetokenizeReply():
                 self.questions.answered(message)
 
     def detokenizer_up(self, peer: Identity) -> None:

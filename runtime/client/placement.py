@@ -12,16 +12,7 @@ from typing import Protocol
 import msgspec
 from msgspec import Struct
 
-from meshlm.protocol.edges.text import (
-    PIECE_ENTRIES,
-    Accepted,
-    Delivered,
-    Finished,
-    PositionLogprobs,
-    PromptLogprobs,
-    Submit,
-    piece_len,
-)
+from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Role
 from meshlm.runtime.process.deaths import Death
@@ -37,14 +28,14 @@ class Choice:
     sink: "ResponseSink"
     index: int
     prompt_index: int
-    submit: Submit  # of this sequence alone, for the case that it must be continued alone
+    submit: edge.Submit  # of this sequence alone, for the case that it must be continued alone
     handle: Handle
     detokenizer: Identity | None = None
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     # The log-probabilities of token_ids; kept only with a Retry, for its detokenizer's next incarnation.
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    logprobs: list[edge.PositionLogprobs] = field(default_factory=list)
     affixes: tuple[bytes, bytes] | None = None  # its sink's: what stands around a text that alone makes a chunk
-    finished: Finished | None = None
+    finished: edge.Finished | None = None
     first: First | None = None  # what came with its first token
     engine: str = ""  # the rank that computes it, as clients know it; empty before its first token
     pooled: bytes = b""  # the vector of a pooling request, once it is finished: float32
@@ -65,9 +56,9 @@ class Choice:
 class RowDetails(Struct, frozen=True):
     """The details that only few rows have beside tokens and text."""
 
-    finished: Finished | None = None
-    logprobs: list[PositionLogprobs] | None = None  # one for each token of the row
-    prompt_logprobs: PromptLogprobs | None = None
+    finished: edge.Finished | None = None
+    logprobs: list[edge.PositionLogprobs] | None = None  # one for each token of the row
+    prompt_logprobs: edge.PromptLogprobs | None = None
     first: First | None = None
 
 
@@ -80,7 +71,7 @@ class ResponseSink(Protocol):
     choices: list[Choice]  # all of them
     has_begun: bool  # the first token of any of them came; set by request_tracker.py
 
-    def accepted(self, choice: Choice, accepted: Accepted) -> None: ...
+    def accepted(self, choice: Choice, accepted: edge.Accepted) -> None: ...
     def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
         """`num_tokens` new tokens came, the last ones of `choice.token_ids`. Nearly all rows have no details."""
         ...
@@ -88,7 +79,7 @@ class ResponseSink(Protocol):
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None: ...
 
 
-def choices_of(sink: ResponseSink, submit: Submit, prompt_index: int = 0) -> list[Choice]:
+def choices_of(sink: ResponseSink, submit: edge.Submit, prompt_index: int = 0) -> list[Choice]:
     """A Choice for each sequence of a Submit, the next ones of its sink. Each draws from the Submit's seed and its own index."""
     found, sampling, retry = list[Choice](), submit.sampling, submit.retry
     for index, (handle, name) in enumerate(zip(submit.handles, submit.request_ids, strict=True)):
@@ -140,14 +131,14 @@ class Placement:
         """Whether `place` has more to send, in another turn of the loop."""
         return bool(self._queue) and self._room != 0
 
-    def target(self, submit: Submit) -> Identity | None:
+    def target(self, submit: edge.Submit) -> Identity | None:
         """The detokenizer for it; None while it is not there."""
         if submit.retry is None:
             return self.least_loaded()
         home = Identity(Role.DETOKENIZER, int(submit.retry.key[:8], 16) % self.num_detokenizers)
         return home if home in self.load else None
 
-    def target_of_new(self, submit: Submit) -> Identity | None:
+    def target_of_new(self, submit: edge.Submit) -> Identity | None:
         """The same for one that comes now: a patient client's waits behind those that wait already."""
         if self.patient and (self.orphans or self._room == 0):
             return None
@@ -212,13 +203,13 @@ class Placement:
         """Finds detokenizers for choices that have none, each alone, for as many as one turn of the loop may have: the choices, and
         what is to be sent."""
         placed, sends, num_entries = list[Choice](), list[Send](), 0
-        while self.places_more and num_entries < PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
+        while self.places_more and num_entries < edge.PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
             choice = self._queue[0]
             target = (self._told_to or self.target(choice.submit)) if choice in self.orphans else None
             if target is not None and self._num_told < len(choice.logprobs):
-                begin, most = self._num_told, piece_len(choice.submit.sampling.logprobs)
+                begin, most = self._num_told, edge.piece_len(choice.submit.sampling.logprobs)
                 piece = tuple(choice.logprobs[begin : begin + most])
-                sends.append(Send(target, Delivered(choice.submit.request_ids[0], piece)))
+                sends.append(Send(target, edge.Delivered(choice.submit.request_ids[0], piece)))
                 self._told_to, self._num_told = target, begin + len(piece)
                 num_entries += len(piece) * (1 + max(0, choice.submit.sampling.logprobs))
                 continue

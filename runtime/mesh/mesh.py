@@ -15,19 +15,9 @@ from msgspec import Struct
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges import control
 from meshlm.protocol.wire import frames
+from meshlm.protocol.wire import session as wire
 from meshlm.protocol.wire.channels import MAX_MESSAGE_BYTES, WhenFull
 from meshlm.protocol.wire.ids import COORDINATOR, Epoch, Identity, Incarnation, Role
-from meshlm.protocol.wire.session import (
-    BAD_BODY,
-    Delivered,
-    Ended,
-    Opened,
-    Outcome,
-    Refused,
-    Rival,
-    SendQueueFull,
-    SessionState,
-)
 from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, ProcessFatal
 from meshlm.runtime.mesh import descriptors
 from meshlm.runtime.mesh.link import Inbox
@@ -108,7 +98,7 @@ class Mesh:
     def send(self, peer: Identity, message: Struct) -> None:
         """Queue one message; never blocks. LinkDown, LinkFull (see channels.py), MessageTooLong: ends what the message is about."""
         link = self._peers.get(peer)
-        if link is None or not link.session.peer_incarnation or link.session.state is not SessionState.OPEN:
+        if link is None or not link.session.peer_incarnation or link.session.state is not wire.SessionState.OPEN:
             raise LinkDown(peer)
         assert self._loop is not None
         body = _encode(message)
@@ -118,7 +108,7 @@ class Mesh:
             raise MessageTooLong(peer, name, len(body), MAX_MESSAGE_BYTES)
         try:
             link.session.send(body, self._loop.time())
-        except SendQueueFull as full:
+        except wire.SendQueueFull as full:
             if full.when_full is WhenFull.REFUSE:
                 raise LinkFull(peer) from None
             self._drop(link, "it does not read its messages")
@@ -132,12 +122,14 @@ class Mesh:
 
     def peers(self, role: Role) -> list[Identity]:
         """Peers of this role with an open session, by index."""
-        return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is SessionState.OPEN)
+        return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is wire.SessionState.OPEN)
 
     def incarnation_of(self, peer: Identity) -> Incarnation:
         """The incarnation that the open session is with; 0 without one."""
         link = self._peers.get(peer)
-        return link.session.peer_incarnation if link and link.session.state is SessionState.OPEN else Incarnation(0)
+        return (
+            link.session.peer_incarnation if link and link.session.state is wire.SessionState.OPEN else Incarnation(0)
+        )
 
     def in_hand_of(self, peer: Identity, incarnation: Incarnation) -> tuple[str, ...]:
         """The requests that this incarnation died with in hand, if the supervisor said so."""
@@ -146,7 +138,7 @@ class Mesh:
     def sent(self) -> dict[str, int]:
         """The messages of each open link's present session, by the peer's name."""
         links = self._peers.items()
-        return {str(peer): one.session.num_sent for peer, one in links if one.session.state is SessionState.OPEN}
+        return {str(peer): one.session.num_sent for peer, one in links if one.session.state is wire.SessionState.OPEN}
 
     def tell_supervisor(self, message: Struct) -> None:
         """Say something to the supervisor; without one (tests, a lone process) it is dropped."""
@@ -213,7 +205,7 @@ class Mesh:
             return
         assert self._loop is not None
         outcome = link.session.receive(header, body, self._loop.time())
-        if type(outcome) is Opened:
+        if type(outcome) is wire.Opened:
             self._links.retarget(link, outcome.hello.tcp)  # before the welcome leaves
         if link.session.wire:
             link.outbox.flush(link.session.wire)
@@ -234,20 +226,20 @@ class Mesh:
                 return
         self._on_frame(frame)
 
-    def _on_news(self, sender: Identity, link: Peer, outcome: Outcome) -> None:
+    def _on_news(self, sender: Identity, link: Peer, outcome: wire.Outcome) -> None:
         match outcome:
-            case Delivered():
+            case wire.Delivered():
                 self._deliver(sender, link, outcome.body)
-            case Opened():
+            case wire.Opened():
                 self._on_opened(sender, link, outcome)
-            case Ended():
+            case wire.Ended():
                 link.outbox.pending.clear()
                 self._listener.on_peer_down(sender, outcome.incarnation, "it ended")
-            case Refused():
+            case wire.Refused():
                 self._limited.error("link refused", peer=str(sender), reason=outcome.reason)
-                if self.on_refused is not None and link.session.state is SessionState.REFUSED:
+                if self.on_refused is not None and link.session.state is wire.SessionState.REFUSED:
                     self.on_refused(sender, outcome.reason)
-            case Rival():
+            case wire.Rival():
                 self._limited.error("rival refused", peer=str(sender), at=outcome.hello.tcp or outcome.hello.address)
                 if self._remote is not None and outcome.hello.tcp and self._loop is not None:
                     self._remote.refuse(outcome, self._loop.time())
@@ -255,7 +247,7 @@ class Mesh:
     def _deliver(self, sender: Identity, link: Peer, body: memoryview) -> None:
         try:
             message = link.decode(body)
-        except BAD_BODY as error:
+        except wire.BAD_BODY as error:
             self._limited.error("message dropped", peer=str(sender), reason=str(error))
             return
         if link.expires_at and self.identity.role in (Role.COORDINATOR, Role.SUPERVISOR):
@@ -269,7 +261,7 @@ class Mesh:
                 return  # other nodes' supervisors tell each other; a frontend hears what frontends before it died of
         self._listener.on_message(sender, message)
 
-    def _on_opened(self, sender: Identity, link: Peer, opened: Opened) -> None:
+    def _on_opened(self, sender: Identity, link: Peer, opened: wire.Opened) -> None:
         peers = self._peers.values()
         self._by_frame_prefix = {one.session.frame_prefix: one for one in peers if one.session.frame_prefix}
         if opened.replaced is not None:
@@ -333,7 +325,7 @@ class Mesh:
             return False
         self._by_frame_prefix.pop(session.frame_prefix, None)
         self._links.forget(link)
-        if session.state is SessionState.OPEN:
+        if session.state is wire.SessionState.OPEN:
             self._listener.on_peer_down(session.peer, session.peer_incarnation, "nobody knows it")
         return True
 
@@ -373,7 +365,7 @@ class Mesh:
             if link.expires_at and now >= link.expires_at and self._expire(link):
                 continue
             session.tick(now)
-            if session.state is not SessionState.OPEN:
+            if session.state is not wire.SessionState.OPEN:
                 impatient |= session.impatient
             elif session.is_troubled:
                 self._mend(link)

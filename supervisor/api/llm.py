@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.wire.columns import ints
+from meshlm.supervisor.api import vectors
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
@@ -32,13 +33,6 @@ from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.api.submits import Params, Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
-from meshlm.supervisor.api.vectors import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    ManyParams,
-    PoolingRequestOutput,
-    Vectors,
-)
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
@@ -69,7 +63,7 @@ class LLM:
         self._submits = Submits(self._config, self._client)
         self._enqueued = Enqueued(self._background)
         self._operator = Operator(self._config, self._background.supervisor)
-        self._vectors = Vectors(self._config, self._background)
+        self._vectors = vectors.Vectors(self._config, self._background)
         self._finalizer = weakref.finalize(self, self._background.stop)
 
     @classmethod
@@ -234,7 +228,7 @@ class LLM:
         """Tokens of prompt and output together are at most this."""
         return self._resolved.max_model_len
 
-    def encode(self, prompts: Prompts, pooling_params: ManyParams = None, **options: Any) -> list[Any]:
+    def encode(self, prompts: Prompts, pooling_params: vectors.ManyParams = None, **options: Any) -> list[Any]:
         """With runner="pooling" what `pooling_task` asks for, as PoolingRequestOutputs. Else token ids of texts, list[list[int]]."""
         if self._vectors.serves:
             return self._vectors.encode(prompts, pooling_params, **options)
@@ -242,19 +236,19 @@ class LLM:
             raise ValueError('pooling_task: the model gives text; make it with LLM(..., runner="pooling")')
         return self._background.ask(self._client.tokenize([TextPrompt(str(text)) for text in prompts]))
 
-    def embed(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
+    def embed(self, prompts: Prompts, **options: Any) -> list[vectors.PoolingRequestOutput]:
         """A vector of each prompt: `outputs.embedding`. Options: see `Vectors.encode`."""
-        return self._vectors.encode(prompts, pooling_task="embed", kind=EmbeddingOutput, **options)
+        return self._vectors.encode(prompts, pooling_task="embed", kind=vectors.EmbeddingOutput, **options)
 
-    def classify(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
+    def classify(self, prompts: Prompts, **options: Any) -> list[vectors.PoolingRequestOutput]:
         """The likelihoods of each prompt's classes: `outputs.probs`."""
-        return self._vectors.encode(prompts, pooling_task="classify", kind=ClassificationOutput, **options)
+        return self._vectors.encode(prompts, pooling_task="classify", kind=vectors.ClassificationOutput, **options)
 
-    def reward(self, prompts: Prompts, **options: Any) -> list[PoolingRequestOutput]:
+    def reward(self, prompts: Prompts, **options: Any) -> list[vectors.PoolingRequestOutput]:
         """The scores of each prompt's tokens: `outputs.data`."""
         return self._vectors.encode(prompts, pooling_task="token_classify", **options)
 
-    def score(self, data_1: Texts, data_2: Texts, /, **options: Any) -> list[PoolingRequestOutput]:
+    def score(self, data_1: Texts, data_2: Texts, /, **options: Any) -> list[vectors.PoolingRequestOutput]:
         """How well texts go with others, one with many or pair by pair: `outputs.score`."""
         return self._vectors.score(data_1, data_2, **options)
 

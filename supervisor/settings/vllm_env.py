@@ -34,10 +34,6 @@ def _number(text: str) -> float:
         raise ValueError("a number is expected") from None
 
 
-def _mebibytes(text: str) -> int:
-    return int(_number(text) * (1 << 20))
-
-
 def _whole(text: str) -> int:
     return int(_number(text))
 
@@ -57,7 +53,7 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _number),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _number),
     "VLLM_SERVER_DEV_MODE": ("server_dev_mode", _switch),
-    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", _mebibytes),
+    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", lambda text: int(_number(text) * (1 << 20))),
     "VLLM_MAX_AUDIO_DECODE_DURATION_S": ("max_audio_seconds", _whole),
     "VLLM_ENABLE_RESPONSES_API_STORE": ("responses_store", lambda text: "" if _switch(text) else STORE_OFF),
 }

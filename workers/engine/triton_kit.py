@@ -8,18 +8,8 @@ import numpy as np
 import structlog
 import torch
 
+from meshlm.kernels.attention import tiles
 from meshlm.kernels.attention.self_test import CacheShape, self_test_cache, self_test_hopper
-from meshlm.kernels.attention.tiles import (
-    LARGE_DIM,
-    SHORT_CONTEXT,
-    Variant,
-    decode_tiles,
-    hopper_from,
-    hopper_wave,
-    shared_sizes,
-    warm_shared,
-    warm_sizes,
-)
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.pdl import multiprocessors
@@ -109,9 +99,9 @@ class TritonKit(TorchKit):
         if state is None:
             step_time = of_model(engine.spec, parameters, engine.layout.dtype.itemsize)
             long = _long_requests(engine)
-            graphs = Dispatcher(keys, self._padded, agree, step_time, long=long, short_context=SHORT_CONTEXT)
+            graphs = Dispatcher(keys, self._padded, agree, step_time, long=long, short_context=tiles.SHORT_CONTEXT)
         else:  # few layers attend, so contexts make no step much longer, and launching one takes the host very long
-            graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS, short_context=SHORT_CONTEXT)
+            graphs = Dispatcher(keys, self._padded, agree, most_prompts=MOST_PROMPTS, short_context=tiles.SHORT_CONTEXT)
         return graphs, Captures(graphs, self._inputs.clear)
 
     def _why_no_prompts(self, engine: ModelEngine) -> str:
@@ -136,10 +126,10 @@ class TritonKit(TorchKit):
             return
         cap = spec.attn_logit_softcapping
         for kv_heads, dim, windowed in _attention_kinds(spec):
-            if hopper_from(dim, spec.sliding_window if windowed else 0) == math.inf:
+            if tiles.hopper_from(dim, spec.sliding_window if windowed else 0) == math.inf:
                 continue
             shape = (spec.num_attention_heads, kv_heads, dim, engine.layout.block_size)
-            variant = Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
+            variant = tiles.Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
             if reason := self_test_hopper(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
 
@@ -149,9 +139,9 @@ class TritonKit(TorchKit):
         if spec.mla is not None or spec.encoder_only or engine.layout.dtype != engine.dtype:
             return 0
         kinds = [(kv_heads, dim) for kv_heads, dim, windowed in _attention_kinds(spec) if not windowed]
-        if not kinds or any(hopper_from(dim) == math.inf for _, dim in kinds):
+        if not kinds or any(tiles.hopper_from(dim) == math.inf for _, dim in kinds):
             return 0
-        return min(hopper_wave(spec.num_attention_heads, kv_heads, engine.device) for kv_heads, _ in kinds)
+        return min(tiles.hopper_wave(spec.num_attention_heads, kv_heads, engine.device) for kv_heads, _ in kinds)
 
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
@@ -234,7 +224,7 @@ class TritonKit(TorchKit):
             kinds = {kind[:2] for kind in _attention_kinds(spec)}
             encoder = [] if spec.audio_encoder is None else [spec.audio_encoder.max_source_positions]
             some = (
-                warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads, dim)
+                tiles.warm_sizes(kv_heads, most, context, engine.device, spec.num_attention_heads // kv_heads, dim)
                 for kv_heads, dim in sorted(kinds)
                 for context in (longest, *encoder)
             )
@@ -256,7 +246,7 @@ class TritonKit(TorchKit):
                 self._padded(key)
             if rows.prefixes is not None:
                 full = [(spec.num_attention_heads, kv_heads, dim) for kv_heads, dim in _full_attention(spec)]
-                numbers = warm_shared(rows.prefixes.sizes, full, most, longest, engine.device)
+                numbers = tiles.warm_shared(rows.prefixes.sizes, full, most, longest, engine.device)
                 for key in shared_to_warm_up(engine.graphs.keys, numbers, most):
                     self._padded(key)
             if engine.shard.is_last:
@@ -276,14 +266,14 @@ def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
 def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
     """Graphs of decodes whose attention has other tiles where contexts are short than where they are as long as they may be."""
     spec, longest = engine.spec, engine.rows.block_tables.shape[-1] * engine.rows.block_size
-    if spec.mla is not None or longest <= SHORT_CONTEXT:
+    if spec.mla is not None or longest <= tiles.SHORT_CONTEXT:
         return []
     kinds = [(kv_heads, spec.num_attention_heads // kv_heads, dim) for kv_heads, dim, _ in _attention_kinds(spec)]
 
     def differ(requests: int) -> bool:
         of_short, of_any = (
-            [decode_tiles(requests * kv_heads, most, engine.device, group, dim) for kv_heads, group, dim in kinds]
-            for most in (SHORT_CONTEXT, longest)
+            [tiles.decode_tiles(requests * kv_heads, most, engine.device, group, dim) for kv_heads, group, dim in kinds]
+            for most in (tiles.SHORT_CONTEXT, longest)
         )
         return of_short != of_any
 
@@ -314,10 +304,10 @@ def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
     if rows.max_rows < 2:
         return None
     groups = [group for group, kept in enumerate(engine.layout.specs) if kept.keeps_all and kept.shares_prefix]
-    kinds = [(kv_heads, dim) for kv_heads, dim in _full_attention(spec) if dim <= LARGE_DIM]
+    kinds = [(kv_heads, dim) for kv_heads, dim in _full_attention(spec) if dim <= tiles.LARGE_DIM]
     if not groups or not kinds:
         return None
     kv_heads, dim = min(kinds)
-    sizes = shared_sizes(spec.num_attention_heads, kv_heads, multiprocessors(engine.device))
+    sizes = tiles.shared_sizes(spec.num_attention_heads, kv_heads, multiprocessors(engine.device))
     token_bytes = 2 * kv_heads * dim * engine.layout.dtype.itemsize
     return None if sizes is None else PrefixTables(groups[0], rows.block_size, rows.max_rows, sizes, token_bytes)

@@ -17,15 +17,7 @@ from torch import Tensor
 from meshlm.kernels.fp8_gemm.reference import WARM_ROWS, Fp8Weight, quantised_rows
 from meshlm.kernels.quantise_int8.reference import Int8Weight, quantise
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.formats.format import (
-    Encode,
-    KernelWeight,
-    Norm,
-    ProductOps,
-    WeightedLayer,
-    WeightFormat,
-    has_kernels,
-)
+from meshlm.workers.formats import format as formats
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 Native = TypeVar("Native", Fp8Weight, Int8Weight)
@@ -44,14 +36,14 @@ class InputScale(NamedTuple):
         return slice(self.begin, self.end)
 
 
-class EightBits(WeightFormat, Generic[Native]):
+class EightBits(formats.WeightFormat, Generic[Native]):
     """Beside the weight a layer has float32 scales of its rows and, where files have them, scales and zero points of inputs."""
 
     code_type: ClassVar[torch.dtype]
 
     def __init__(self, scheme: QuantizationScheme) -> None:
         self.scheme = scheme
-        self.encode: Encode | None = self.encoded if scheme.online else None
+        self.encode: formats.Encode | None = self.encoded if scheme.online else None
         self._inputs: list[list[InputScale]] = []  # of each matrix
         self._values: list[Tensor] = []  # of a CPU's linear layer: those of each span of rows, packed
         self._native: list[Native] = []  # of a GPU's, where it has the kernels
@@ -81,7 +73,7 @@ class EightBits(WeightFormat, Generic[Native]):
     def native_product(self, x: Tensor, weight: Native, bias: Tensor | None) -> Tensor:
         """The product by kernels."""
 
-    def add_parameters(self, layer: WeightedLayer) -> None:
+    def add_parameters(self, layer: formats.WeightedLayer) -> None:
         layer.add("weight", layer.outputs, layer.inputs, dtype=self.code_type)
         layer.add("weight_scale", layer.outputs, self.num_groups(layer.inputs), dtype=torch.float32)
         if self.scheme.activation == "static":
@@ -89,7 +81,7 @@ class EightBits(WeightFormat, Generic[Native]):
             if self.scheme.zeros:
                 layer.add("input_zero_point", layer.outputs, dtype=torch.float32)
 
-    def finish(self, layer: WeightedLayer, ops: ProductOps) -> None:
+    def finish(self, layer: formats.WeightedLayer, ops: formats.ProductOps) -> None:
         matrices = layer.matrices()
         self._inputs = [input_scales(matrix, layer.outputs) for matrix in matrices]
         on_cpu = layer.weight.device.type == "cpu"
@@ -109,15 +101,15 @@ class EightBits(WeightFormat, Generic[Native]):
             ]
             layer.keep("weight", layer.weight[:0].clone())
 
-    def values(self, layer: WeightedLayer) -> Tensor:
+    def values(self, layer: formats.WeightedLayer) -> Tensor:
         found = [self.decoded(matrix["weight"], matrix["weight_scale"], layer.dtype) for matrix in layer.matrices()]
         return torch.stack(found) if layer.stack else found[0]
 
-    def apply(self, layer: WeightedLayer, x: Tensor, ops: ProductOps) -> Tensor:
+    def apply(self, layer: formats.WeightedLayer, x: Tensor, ops: formats.ProductOps) -> Tensor:
         products = [self._product(layer, x, nth, ops) for nth in range(len(self._inputs[0]))]
         return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 
-    def _product(self, layer: WeightedLayer, x: Tensor, nth: int, ops: ProductOps) -> Tensor:
+    def _product(self, layer: formats.WeightedLayer, x: Tensor, nth: int, ops: formats.ProductOps) -> Tensor:
         given = self._inputs[0][nth]
         bias = None if layer.bias is None else layer.bias[given.rows]
         if self._native:
@@ -129,7 +121,7 @@ class EightBits(WeightFormat, Generic[Native]):
             weight = self.decoded(matrix["weight"][given.rows], matrix["weight_scale"][given.rows], x.dtype)
         return ops.linear(self.rounded(x, given), weight, bias, given.end - given.begin)
 
-    def expert_linear(self, layer: WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
+    def expert_linear(self, layer: formats.WeightedLayer, number: int, x: Tensor, bias: Tensor | None) -> Tensor:
         weight = layer.weight[number]
         if weight.dtype == self.code_type:
             weight = self.decoded(weight, layer.matrices()[number]["weight_scale"], x.dtype)
@@ -203,7 +195,7 @@ class Fp8Format(EightBits[Fp8Weight]):
     def native_weight(self, matrix: dict[str, Tensor], given: InputScale, dtype: torch.dtype) -> Fp8Weight | None:
         kind, group = self.scheme.activation, self._group
         has_same_groups = (kind != "group" or self.scheme.group == group) and not (group and kind == "static")
-        if not has_kernels(matrix["weight"].device, dtype) or not has_same_groups:
+        if not formats.has_kernels(matrix["weight"].device, dtype) or not has_same_groups:
             return None
         from meshlm.workers.formats import triton_products
 
@@ -220,7 +212,7 @@ class Fp8Format(EightBits[Fp8Weight]):
         return triton_products.fp8_linear(x, weight, bias)
 
     def after_norm(
-        self, layer: WeightedLayer, x: PartialSum, norm: Norm, ops: ProductOps, gate: str
+        self, layer: formats.WeightedLayer, x: PartialSum, norm: formats.Norm, ops: formats.ProductOps, gate: str
     ) -> tuple[Tensor, Tensor]:
         """One row's norm, product and gate are one kernel."""
         native = self._native[0] if len(self._native) == 1 and not (gate and layer.bias is not None) else None
@@ -230,7 +222,7 @@ class Fp8Format(EightBits[Fp8Weight]):
             return triton_products.norm_fp8_row(x, native, layer.bias, norm, gate)
         return super().after_norm(layer, x, norm, ops, gate)
 
-    def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
+    def expert_kernel(self, layer: formats.WeightedLayer) -> formats.KernelWeight:
         """Where files have scales of inputs, all experts of a product take the largest: rows are rounded before they are sorted."""
         matrix = {name: parameter.data for name, parameter in layer.named_parameters()}
         return self._weight(matrix, InputScale(0, layer.stack[0], self._largest, None))
@@ -255,7 +247,7 @@ class Int8Format(EightBits[Int8Weight]):
         return ((codes.float() - zeros) * scales).to(x.dtype)
 
     def native_weight(self, matrix: dict[str, Tensor], given: InputScale, dtype: torch.dtype) -> Int8Weight | None:
-        if not has_kernels(matrix["weight"].device, dtype):
+        if not formats.has_kernels(matrix["weight"].device, dtype):
             return None
         from meshlm.workers.formats import self_test
 
@@ -273,7 +265,7 @@ class Int8Format(EightBits[Int8Weight]):
 
         return triton_products.int8_linear(x, weight, bias)
 
-    def expert_kernel(self, layer: WeightedLayer) -> KernelWeight:
+    def expert_kernel(self, layer: formats.WeightedLayer) -> formats.KernelWeight:
         """As `Fp8Format.expert_kernel`. Activations have no zero points, so the sums of codes are not needed."""
         scales = layer.get_parameter("weight_scale").data
         return Int8Weight(layer.weight.data, scales, scales[:0], True, self._largest)

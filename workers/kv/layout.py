@@ -18,17 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshlm.protocol import kv
 from meshlm.protocol.config.engine import CacheConfig
-from meshlm.protocol.kv import (
-    KVSpec,
-    block_size_with_cross_attention,
-    block_size_with_states,
-    caches_of,
-    make_groups,
-    pages_of,
-    shares,
-    waste,
-)
 from meshlm.protocol.layers import LayerSpec, StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import CrossCache, LayerCache, StateCache
@@ -109,14 +100,14 @@ class KVLayout:
         self.dtype, self._local = dtype, shard.local(model)
         if model.audio_encoder is not None:
             length = model.audio_encoder.max_source_positions
-            block_size = block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
-        shapes: dict[KVSpec, tuple[int, ...]] = {
+            block_size = kv.block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
+        shapes: dict[kv.KVSpec, tuple[int, ...]] = {
             kind: self._shape(shard.local_layer(model.layers[layer]), kind, 1, block_size)
-            for layer, kind in caches_of(model)
+            for layer, kind in kv.caches_of(model)
             if kind.fills != "state"
         }
         of_kind = {kind: prod(shape) * dtype.itemsize // block_size for kind, shape in shapes.items()}
-        layer_bytes, _ = shares(of_kind)
+        layer_bytes, _ = kv.shares(of_kind)
         self._halves = min((shape[0] for shape in shapes.values()), default=2)
         self.states: StateLayout | None = None
         cache = cache or CacheConfig()
@@ -125,12 +116,12 @@ class KVLayout:
             self.states = _state_layout(shard.local_state(model.state), cache, model_dtype or dtype)
             if not layer_bytes:  # blocks are for checkpoints alone
                 block_size = max(block_size, cache.mamba_block_size or CHECKPOINT_TOKENS)
-            block_size = block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
+            block_size = kv.block_size_with_states(block_size, layer_bytes, 2 * self.states.half_bytes)
         self.block_size = block_size
         self._half_bytes = max(self.states.half_bytes if self.states else 0, layer_bytes * block_size // self._halves)
-        found = caches_of(model, state_spec(cache, block_size)) if self.states else caches_of(model)
+        found = kv.caches_of(model, state_spec(cache, block_size)) if self.states else kv.caches_of(model)
         every = {kind: of_kind.get(kind, layer_bytes) for _, kind in found}
-        groups = make_groups([kind for _, kind in found], block_size, every, max_model_len)
+        groups = kv.make_groups([kind for _, kind in found], block_size, every, max_model_len)
         self.specs = tuple(group.spec for group in groups)
         self.shares = tuple(group.layers_per_tensor for group in groups)
         own = shard.layers(model.num_hidden_layers)
@@ -146,14 +137,14 @@ class KVLayout:
         if self.states:
             size = max(len(group.layers) for group in groups)
             used = {kind: 2 * self.states.half_bytes if kind.carried else block_size * layer_bytes for _, kind in found}
-            self.waste = waste(groups, used, size * 2 * self._half_bytes, max_model_len)
+            self.waste = kv.waste(groups, used, size * 2 * self._half_bytes, max_model_len)
         elif model.audio_encoder is not None:
             token = min(of_kind.values())
             used = {kind: token * kind.tokens_of_page(block_size) for kind in of_kind}
-            self.waste = waste(groups, used, self.page_bytes, max_model_len)
+            self.waste = kv.waste(groups, used, self.page_bytes, max_model_len)
 
     @staticmethod
-    def _shape(layer: LayerSpec, spec: KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
+    def _shape(layer: LayerSpec, spec: kv.KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
         """Of the cache of one layer that attends."""
         assert layer.attention is not None
         return spec.shape(layer.attention.num_key_value_heads, layer.attention.head_dim, num_pages, block_size)
@@ -193,5 +184,5 @@ class KVLayout:
 
     def tokens_held(self, num_pages: int, num_tokens: int) -> int:
         """Tokens of requests of `num_tokens` each that decode side by side in so many pages."""
-        held = pages_of(self.specs, self.block_size, num_tokens)
+        held = kv.pages_of(self.specs, self.block_size, num_tokens)
         return num_pages * num_tokens // held if held else 0

@@ -24,22 +24,14 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Linear, RMSNorm, parameter
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models import gemma
 from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.gemma import (
-    Gemma,
-    GemmaLayer,
-    PerLayerInputs,
-    SharedKV,
-    SharingAttention,
-    norm_of,
-    share_all,
-)
 from meshlm.workers.partial_sum import PartialSum
 
 LEAST = 1e-5  # of a mean square that is divided by
 
 
-class Gemma3nLayer(GemmaLayer):
+class Gemma3nLayer(gemma.GemmaLayer):
     def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
         super().__init__(spec, layer, classes)
         assert spec.altup is not None
@@ -64,28 +56,30 @@ class Gemma3nLayer(GemmaLayer):
             RMSNorm(spec.hidden_size, spec.rms_norm_eps) for _ in range(3)
         )
 
-    def step(self, x: Tensor, own: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
+    def step(
+        self, x: Tensor, own: Tensor, cache: LayerCache, context: ForwardContext, shared: gemma.SharedKV
+    ) -> Tensor:
         """x [residuals, t, hidden], own [t, per layer] -> the residuals behind this layer."""
         ops, active = context.ops, self._altup.altup_active_idx
         predicted = self._predicted(x, ops)
         h = self._attended(predicted[active], cache, context, shared)
-        y = h + norm_of(self._mlp(norm_of(h, self.post_norm, ops), ops), self.mlp_out_norm, ops)
+        y = h + gemma.norm_of(self._mlp(gemma.norm_of(h, self.post_norm, ops), ops), self.mlp_out_norm, ops)
         coefs = F.linear(self._modalities(y, ops), self.correction_coefs) + 1.0
         x = (y - predicted[active]) * coefs.t()[..., None] + predicted
         first = x[active]
         if self._altup.altup_correct_scale:
             first = first * self.correct_output_scale
         first = self.per_layer_projection(self._act(self.per_layer_gate(first, ops)) * own, ops)
-        x[1:] += norm_of(first, self.per_layer_norm, ops)
+        x[1:] += gemma.norm_of(first, self.per_layer_norm, ops)
         return x
 
-    def _attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
+    def _attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: gemma.SharedKV) -> Tensor:
         ops, attention = context.ops, self.attention
-        assert isinstance(attention, SharingAttention)
-        normed = norm_of(x, self.input_norm, ops)
-        laurel = normed + norm_of(self.laurel_right(self.laurel_left(normed, ops), ops), self.laurel_norm, ops)
+        assert isinstance(attention, gemma.SharingAttention)
+        normed = gemma.norm_of(x, self.input_norm, ops)
+        laurel = normed + gemma.norm_of(self.laurel_right(self.laurel_left(normed, ops), ops), self.laurel_norm, ops)
         attended = attention.o.row_parallel(attention.attended(normed, cache, context, shared), None, ops)
-        found = norm_of(ops.finish_sum(attended, x.dtype), self.attention_out_norm, ops)
+        found = gemma.norm_of(ops.finish_sum(attended, x.dtype), self.attention_out_norm, ops)
         out: Tensor = (x + found + laurel) / math.sqrt(2)
         return out
 
@@ -105,7 +99,7 @@ class Gemma3nLayer(GemmaLayer):
 
     def _modalities(self, x: Tensor, ops: Ops) -> Tensor:
         """[t, residuals]."""
-        routed = F.linear(norm_of(x, self.router_norm, ops) / x.shape[-1], self.modality_router)
+        routed = F.linear(gemma.norm_of(x, self.router_norm, ops) / x.shape[-1], self.modality_router)
         return routed.float().tanh().to(x.dtype)
 
     def _predicted(self, x: Tensor, ops: Ops) -> Tensor:
@@ -114,8 +108,8 @@ class Gemma3nLayer(GemmaLayer):
         return mixed.permute(2, 0, 1) + x
 
 
-class Gemma3n(Gemma):
-    classes = LayerClasses(Gemma3nLayer, SharingAttention)
+class Gemma3n(gemma.Gemma):
+    classes = LayerClasses(Gemma3nLayer, gemma.SharingAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
@@ -123,7 +117,7 @@ class Gemma3n(Gemma):
         assert shard.pp_size == 1
         self._altup: AltUpSpec = spec.altup
         hidden, others = spec.hidden_size, spec.altup.altup_num_inputs - 1
-        self.entry = PerLayerInputs(inputs_of(spec.altup), spec.num_hidden_layers, hidden, spec.rms_norm_eps)
+        self.entry = gemma.PerLayerInputs(inputs_of(spec.altup), spec.num_hidden_layers, hidden, spec.rms_norm_eps)
         self.entry.norm.weight = nn.Parameter(self.entry.norm.weight.float(), requires_grad=False)
         self.projections, self.unembed = (
             nn.ModuleList(Linear(hidden, hidden, bias=False) for _ in range(others)) for _ in range(2)
@@ -132,7 +126,7 @@ class Gemma3n(Gemma):
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         super().prepare(device, dtype)
         self.entry.prepare(dtype)
-        share_all(self.layers)
+        gemma.share_all(self.layers)
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)
@@ -146,7 +140,7 @@ class Gemma3n(Gemma):
         first = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))
-        context, shared = ForwardContext(batch, self.rope, attention, self.ops), SharedKV()
+        context, shared = ForwardContext(batch, self.rope, attention, self.ops), gemma.SharedKV()
         for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             assert isinstance(layer, Gemma3nLayer)
             x = layer.step(x, own[:, nth], cache, context, shared)

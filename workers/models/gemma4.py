@@ -20,16 +20,8 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.models import gemma
 from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.gemma import (
-    Gemma,
-    GemmaLayer,
-    PerLayerInputs,
-    SharedKV,
-    SharingAttention,
-    norm_of,
-    share_all,
-)
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -56,7 +48,7 @@ class ScaledExperts(MoE):
         return ops.finish_sum(found, x.dtype)
 
 
-class Gemma4Layer(GemmaLayer):
+class Gemma4Layer(gemma.GemmaLayer):
     def __init__(self, spec: ModelSpec, layer: int, classes: LayerClasses) -> None:
         super().__init__(spec, layer, classes)
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
@@ -74,36 +66,36 @@ class Gemma4Layer(GemmaLayer):
             self.per_layer_norm = RMSNorm(hidden, eps)
 
     def step(
-        self, x: Tensor, own: Tensor | None, cache: LayerCache, context: ForwardContext, shared: SharedKV
+        self, x: Tensor, own: Tensor | None, cache: LayerCache, context: ForwardContext, shared: gemma.SharedKV
     ) -> Tensor:
         """x [t, hidden], own [t, per layer] -> [t, hidden]."""
         ops, attention, mlp = context.ops, self.attention, self.mlp
-        assert isinstance(attention, SharingAttention)
+        assert isinstance(attention, gemma.SharingAttention)
         assert isinstance(mlp, MLP)
-        out = attention.attended(norm_of(x, self.input_norm, ops), cache, context, shared)
+        out = attention.attended(gemma.norm_of(x, self.input_norm, ops), cache, context, shared)
         found = ops.finish_sum(attention.o.row_parallel(out, None, ops), x.dtype)
-        h = x + norm_of(found, self.attention_out_norm, ops)
-        found = ops.finish_sum(mlp.of_normed(norm_of(h, self.post_norm, ops), ops), x.dtype)
+        h = x + gemma.norm_of(found, self.attention_out_norm, ops)
+        found = ops.finish_sum(mlp.of_normed(gemma.norm_of(h, self.post_norm, ops), ops), x.dtype)
         if self.moe is not None:
-            found = norm_of(found, self.mlp_own_norm, ops)
-            found = found + norm_of(self.moe.of(h, self.moe_norm, context.batch, ops), self.moe_out_norm, ops)
-        y = h + norm_of(found, self.mlp_out_norm, ops)
+            found = gemma.norm_of(found, self.mlp_own_norm, ops)
+            found = found + gemma.norm_of(self.moe.of(h, self.moe_norm, context.batch, ops), self.moe_out_norm, ops)
+        y = h + gemma.norm_of(found, self.mlp_out_norm, ops)
         if own is not None:
             gated = self._act(self.per_layer_gate(y, ops)) * own
-            y = y + norm_of(self.per_layer_projection(gated, ops), self.per_layer_norm, ops)
+            y = y + gemma.norm_of(self.per_layer_projection(gated, ops), self.per_layer_norm, ops)
         scaled: Tensor = y * self.scalar
         return scaled
 
 
-class Gemma4(Gemma):
-    classes = LayerClasses(Gemma4Layer, SharingAttention)
+class Gemma4(gemma.Gemma):
+    classes = LayerClasses(Gemma4Layer, gemma.SharingAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
-        self.entry: PerLayerInputs | None = None
+        self.entry: gemma.PerLayerInputs | None = None
         if spec.per_layer_input is not None:
             assert shard.pp_size == 1
-            self.entry = PerLayerInputs(
+            self.entry = gemma.PerLayerInputs(
                 spec.per_layer_input, spec.num_hidden_layers, spec.hidden_size, spec.rms_norm_eps
             )
             self.entry.norm.weight = nn.Parameter(self.entry.norm.weight.float(), requires_grad=False)
@@ -112,7 +104,7 @@ class Gemma4(Gemma):
         super().prepare(device, dtype)
         if self.entry is not None:
             self.entry.prepare(dtype)
-        share_all(self.layers)
+        gemma.share_all(self.layers)
 
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
@@ -123,7 +115,7 @@ class Gemma4(Gemma):
             assert residual is not None
             x = residual
         own = None if self.entry is None else self.entry(x, batch, self.ops)
-        context, shared = ForwardContext(batch, self.rope, attention, self.ops), SharedKV()
+        context, shared = ForwardContext(batch, self.rope, attention, self.ops), gemma.SharedKV()
         for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             assert isinstance(layer, Gemma4Layer)
             x = layer.step(x, None if own is None else own[:, nth], cache, context, shared)

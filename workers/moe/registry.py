@@ -16,17 +16,10 @@ from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
+from meshlm.workers.moe import fused_moe
 from meshlm.workers.moe.dispatch.collective import AllGather, AllToAll, Collective, Members
 from meshlm.workers.moe.dispatch.none import InBatches, NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.fused_moe import (
-    UNGATED_ACT,
-    ActivationFormat,
-    Dispatcher,
-    Experts,
-    ExpertWeights,
-    WeightAndReduce,
-)
 from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()
@@ -34,16 +27,16 @@ ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/tr
 
 
 class ExpertsKind(NamedTuple):
-    format: ActivationFormat
-    unsupported: Callable[[ExpertWeights], str | None]  # why it cannot compute these; None: it can
-    make: Callable[[ExpertWeights], Experts]
+    format: fused_moe.ActivationFormat
+    unsupported: Callable[[fused_moe.ExpertWeights], str | None]  # why it cannot compute these; None: it can
+    make: Callable[[fused_moe.ExpertWeights], fused_moe.Experts]
 
 
-def _anywhere(weights: ExpertWeights) -> str | None:
+def _anywhere(weights: fused_moe.ExpertWeights) -> str | None:
     return None
 
 
-def _unsupported_by_packed(weights: ExpertWeights) -> str | None:
+def _unsupported_by_packed(weights: fused_moe.ExpertWeights) -> str | None:
     if not isinstance(weights.down.kernel, ExpertWeight) or not isinstance(weights.gate_up.kernel, ExpertWeight):
         return "it computes with packed weights"
     if weights.down.device.type != "cuda" or weights.down.dtype not in (torch.float16, torch.bfloat16):
@@ -56,16 +49,16 @@ def computes_gate(moe: MoESpec, act: str) -> bool:
     return moe.gated and (act in ACTS or moe.swiglu is not None)
 
 
-def _other_activation(weights: ExpertWeights) -> str | None:
+def _other_activation(weights: fused_moe.ExpertWeights) -> str | None:
     if not weights.gated:
-        plain = weights.act == UNGATED_ACT and weights.extras is None
-        return None if plain else f"without a gate it computes {UNGATED_ACT} without biases"
+        plain = weights.act == fused_moe.UNGATED_ACT and weights.extras is None
+        return None if plain else f"without a gate it computes {fused_moe.UNGATED_ACT} without biases"
     if weights.act not in ACTS and (weights.extras is None or weights.extras.swiglu is None):
         return f"it computes {' and '.join(ACTS)}, not {weights.act}"
     return None
 
 
-def _unsupported_by_triton(weights: ExpertWeights) -> str | None:
+def _unsupported_by_triton(weights: fused_moe.ExpertWeights) -> str | None:
     down, dtype, device = weights.down.kernel, weights.down.dtype, weights.down.device
     if not isinstance(down, Tensor | Fp8Weight | Int8Weight) or type(down) is not type(weights.gate_up.kernel):
         return "it computes with weights of 16 and 8 bits"
@@ -101,31 +94,31 @@ def unsupported_groups(group: int, rounded: int | None, inputs: tuple[int, int])
     return None
 
 
-def _packed(given: ExpertWeights) -> Experts:
+def _packed(given: fused_moe.ExpertWeights) -> fused_moe.Experts:
     from meshlm.workers.moe.experts.packed import PackedExperts
     from meshlm.workers.moe.experts.self_test import may_be_direct
 
     return PackedExperts(given, direct=may_be_direct(given))
 
 
-def _imported(module: str, name: str, given: ExpertWeights) -> Experts:
+def _imported(module: str, name: str, given: fused_moe.ExpertWeights) -> fused_moe.Experts:
     """Experts of a module that needs Triton, imported when they are wanted."""
-    found: Experts = getattr(import_module(f"meshlm.workers.moe.experts.{module}"), name)(given)
+    found: fused_moe.Experts = getattr(import_module(f"meshlm.workers.moe.experts.{module}"), name)(given)
     return found
 
 
 _triton, _triton_batched = (partial(_imported, "triton", name) for name in ("TritonExperts", "TritonBatchedExperts"))
 _packed_batched = partial(_imported, "packed", "PackedBatchedExperts")
 EXPERTS: dict[str, ExpertsKind] = {
-    "triton": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
-    "triton, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
-    "packed": ExpertsKind(ActivationFormat.CONTIGUOUS, _unsupported_by_packed, _packed),
-    "packed, batched": ExpertsKind(ActivationFormat.BATCHED, _unsupported_by_packed, _packed_batched),
-    "reference": ExpertsKind(ActivationFormat.CONTIGUOUS, _anywhere, ReferenceExperts),
-    "reference, batched": ExpertsKind(ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
+    "triton": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
+    "triton, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
+    "packed": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _unsupported_by_packed, _packed),
+    "packed, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _unsupported_by_packed, _packed_batched),
+    "reference": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _anywhere, ReferenceExperts),
+    "reference, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
 }
 """By name, the fastest first."""
-GROUP_DISPATCHERS: dict[str, Callable[[Members], Dispatcher]] = {
+GROUP_DISPATCHERS: dict[str, Callable[[Members], fused_moe.Dispatcher]] = {
     "allgather_reducescatter": lambda members: Collective(members, AllGather()),
     "all_to_all": lambda members: Collective(members, AllToAll()),
     "allgather_reducescatter, batched": lambda members: InBatches(
@@ -142,7 +135,7 @@ def _warn(name: str, reasons: str) -> None:
     _log.warning("experts are computed in plain torch, which waits for the GPU", experts=name, reason=reasons)
 
 
-def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
+def make_experts(format: fused_moe.ActivationFormat, weights: fused_moe.ExpertWeights) -> fused_moe.Experts:
     """The fastest for activations of this format. ProcessFatal says why there are none."""
     reasons: list[str] = []
     for name, kind in EXPERTS.items():
@@ -156,7 +149,9 @@ def make_experts(format: ActivationFormat, weights: ExpertWeights) -> Experts:
     raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
 
 
-def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str, *, slots: bool = False) -> Dispatcher:
+def group_dispatch(
+    moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str, *, slots: bool = False
+) -> fused_moe.Dispatcher:
     """Between data-parallel ranks, each of whose workers has some of the experts. backend: --all2all-backend. slots: a routing has
     numbers of the members' slots (`Replicas`), not of experts."""
     begin, end = shard.experts(moe.num_experts)
@@ -175,7 +170,7 @@ def group_dispatch(moe: MoESpec, shard: Shard, group: ExpertGroup, backend: str,
     return PeerMemory(members, group.rooms)
 
 
-def no_dispatch(moe: MoESpec, num_ranks: int, *, slots_of: int | None = None) -> Dispatcher:
+def no_dispatch(moe: MoESpec, num_ranks: int, *, slots_of: int | None = None) -> fused_moe.Dispatcher:
     """The dispatch of a model whose tensor-parallel ranks all have all tokens of a step. slots_of: a routing has numbers of the
     ranks' slots (`Replicas`), and this rank is the one with this number."""
     begin, end = moe.local_experts or (0, moe.num_experts)
@@ -184,4 +179,4 @@ def no_dispatch(moe: MoESpec, num_ranks: int, *, slots_of: int | None = None) ->
         return NoDispatch(slots_of * each, each, num_ranks * each, Kind.RANK)
     if num_ranks > 1:
         return NoDispatch(begin, end - begin, moe.num_experts, Kind.RANK)
-    return NoDispatch(begin, end - begin, moe.num_experts, finishes=frozenset(WeightAndReduce))
+    return NoDispatch(begin, end - begin, moe.num_experts, finishes=frozenset(fused_moe.WeightAndReduce))

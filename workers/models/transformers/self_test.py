@@ -68,7 +68,7 @@ def _why_unequal(model: "TransformersModel") -> str:
             ):
                 compared = [("states", ours, expected)]
                 if model.shard.is_last:
-                    compared.append(("logits", model.logits(ours), _own_logits(model, expected)))
+                    compared.append(("logits", model.logits(ours), interface.logits_of(model.head_model, expected)))
                 for kind, left, right in compared:
                     apart = (left.float() - right.float()).norm(dim=-1) / right.float().norm(dim=-1).clamp(min=1e-9)
                     if not float(apart.median()) <= ALLOWED[left.dtype]:
@@ -132,7 +132,3 @@ def _alone(model: "TransformersModel", ids: Tensor) -> Tensor:
         return model.states(ids, torch.arange(len(ids), device=ids.device), _of_stage_before(model, ids))
     finally:
         config._attn_implementation = interface.SERVING
-
-
-def _own_logits(model: "TransformersModel", states: Tensor) -> Tensor:
-    return interface.logits_of(model.head_model, states)

@@ -12,18 +12,9 @@ from torch import Tensor
 
 from meshlm.kernels.expert_exchange import kernel
 from meshlm.workers.distributed.peer_rooms import PeerRooms
+from meshlm.workers.moe import fused_moe
 from meshlm.workers.moe.dispatch.collective import FINISHES, Members, unpacked
 from meshlm.workers.moe.dispatch.none import weighted_sum
-from meshlm.workers.moe.fused_moe import (
-    ActivationFormat,
-    Combined,
-    Dispatched,
-    Quantisation,
-    Quantise,
-    Receiver,
-    Routing,
-    WeightAndReduce,
-)
 from meshlm.workers.partial_sum import PartialSum
 
 COPIED = 512
@@ -32,9 +23,9 @@ COPIED = 512
 
 class PeerMemory:
     name = "peer_memory"
-    format = ActivationFormat.CONTIGUOUS
+    format = fused_moe.ActivationFormat.CONTIGUOUS
     finishes = FINISHES
-    quantisations = frozenset((Quantisation.NONE,))
+    quantisations = frozenset((fused_moe.Quantisation.NONE,))
 
     def __init__(self, members: Members, rooms: PeerRooms) -> None:
         firsts = members.firsts
@@ -52,23 +43,25 @@ class PeerMemory:
     def _whole(self, num_rows: int) -> bool:
         return self.overlapped and num_rows >= self.copied
 
-    def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
+    def prepare_async(self, x: Tensor, routing: fused_moe.Routing, quantise: fused_moe.Quantise) -> fused_moe.Receiver:
         group, rows = self._members.group, x.contiguous()
         n = max(len(x), group.num_tokens)
         whole, room = self._whole(n), self._rooms.next(second=self.overlapped)
         send = partial(kernel.send, rows, *routing, n, room, self._owners, whole=whole)
         sent = group.start(send, beside=whole)
 
-        def received() -> Dispatched:
+        def received() -> fused_moe.Dispatched:
             sent()
             kernel.wait(kernel.ROWS, room)
             num_rows, k = group.size * n, routing.experts.shape[1]
             lines = room.lines.view(-1)[: num_rows * 2 * k].view(num_rows, 2 * k)
-            return Dispatched(room.inbox[:num_rows], None, unpacked(lines), None)
+            return fused_moe.Dispatched(room.inbox[:num_rows], None, unpacked(lines), None)
 
         return received
 
-    def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
+    def combine_async(
+        self, out: Tensor, given: fused_moe.Dispatched, routing: fused_moe.Routing, left: fused_moe.WeightAndReduce
+    ) -> fused_moe.Combined:
         assert given.routing is not None
         group, room = self._members.group, self._rooms.of(given.x)
         sums, n, k = weighted_sum(out, given.routing, left), len(given.x) // group.size, routing.experts.shape[1]

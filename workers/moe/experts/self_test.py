@@ -19,19 +19,11 @@ from meshlm.kernels.packed_experts.runs import random_weight
 from meshlm.kernels.self_test import Result, why_wrong
 from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import GroupedWeight, plain_experts
+from meshlm.workers.moe import fused_moe
 from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
 from meshlm.workers.moe.experts.packed import PackedBatchedExperts, PackedExperts
 from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
 from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
-from meshlm.workers.moe.fused_moe import (
-    UNGATED_ACT,
-    ExpertExtras,
-    Experts,
-    ExpertWeights,
-    FusedMoE,
-    Routing,
-    WeightAndReduce,
-)
 
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
@@ -41,7 +33,7 @@ DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
 SWIGLU = 1.702, 1.0
 _log = structlog.get_logger()
-Pair = tuple[Experts, Experts]  # in plain torch, and by kernels
+Pair = tuple[fused_moe.Experts, fused_moe.Experts]  # in plain torch, and by kernels
 
 
 @cache
@@ -57,7 +49,7 @@ def of_extras(dtype: torch.dtype, device: torch.device, act: str = "silu") -> st
     return _reason(lambda: _of_extras(dtype, device, act), dtype, device)
 
 
-def may_be_direct(given: ExpertWeights) -> bool:
+def may_be_direct(given: fused_moe.ExpertWeights) -> bool:
     """Whether packed_experts/direct.py may compute with these weights, where a table or the tuner says that it is faster. Where one
     says so already, it is tested; the tuner tests what it measures. Waits for the device."""
     dtype, device = given.down.dtype, given.down.device
@@ -97,27 +89,27 @@ def _error(pair: Pair, rows: int, dtype: torch.dtype, device: torch.device) -> f
     scores = torch.randn(rows, EXPERTS, generator=random, dtype=torch.float32, device=device)
     slots = torch.arange(rows, device=device)
     slots[1::5] = -1
-    routing = Routing(*select_experts(scores, Rule(TOPK, renormalise=True), None, slots))
+    routing = fused_moe.Routing(*select_experts(scores, Rule(TOPK, renormalise=True), None, slots))
     wanted, found = (_sums(experts, x, routing) for experts in pair)
     error = float((found - wanted).norm(dim=1).max() / wanted.norm(dim=1).mean())
     return error if error == error else float("inf")
 
 
-def _sums(experts: Experts, x: Tensor, routing: Routing) -> Tensor:
+def _sums(experts: fused_moe.Experts, x: Tensor, routing: fused_moe.Routing) -> Tensor:
     """float32 [m, hidden]."""
     batched = NoDispatchBatched(0, EXPERTS, EXPERTS)
-    whole = NoDispatch(0, EXPERTS, EXPERTS, finishes=frozenset(WeightAndReduce))
+    whole = NoDispatch(0, EXPERTS, EXPERTS, finishes=frozenset(fused_moe.WeightAndReduce))
     dispatcher = whole if experts.format is whole.format else batched
-    value = FusedMoE(dispatcher, experts).forward(x, routing)[0].value
+    value = fused_moe.FusedMoE(dispatcher, experts).forward(x, routing)[0].value
     return (value.sum(0) if value.dim() == 3 else value).float()
 
 
-def _extras(dtype: torch.dtype, random: torch.Generator) -> ExpertExtras:
+def _extras(dtype: torch.dtype, random: torch.Generator) -> fused_moe.ExpertExtras:
     above, below = (
         torch.randn(EXPERTS, outputs, generator=random, device=random.device).to(dtype)
         for outputs in (2 * WIDE, HIDDEN)
     )
-    return ExpertExtras(above, below, SWIGLU)
+    return fused_moe.ExpertExtras(above, below, SWIGLU)
 
 
 class _Direct(PackedExperts):
@@ -132,13 +124,13 @@ def _of_direct(dtype: torch.dtype, device: torch.device, format: Format) -> Pair
     return ReferenceExperts(given), _Direct(given)
 
 
-def _packed(dtype: torch.dtype, device: torch.device, format: Format) -> ExpertWeights:
+def _packed(dtype: torch.dtype, device: torch.device, format: Format) -> fused_moe.ExpertWeights:
     random = torch.Generator(device).manual_seed(1)
 
     def weight(outputs: int, inputs: int) -> GroupedWeight:
         return packed_experts(random_weight(EXPERTS, outputs, inputs, device, random, format), dtype)
 
-    return ExpertWeights(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), extras=_extras(dtype, random))
+    return fused_moe.ExpertWeights(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), extras=_extras(dtype, random))
 
 
 def _of_packed(dtype: torch.dtype, device: torch.device, format: Format) -> tuple[Pair, Pair]:
@@ -156,9 +148,9 @@ def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair
         made: Tensor = torch.randn(EXPERTS, outputs, inputs, generator=random, device=device) / inputs**0.5
         return plain_experts(made.to(dtype))
 
-    gated = act != UNGATED_ACT
+    gated = act != fused_moe.UNGATED_ACT
     gate_up, down = weight((2 if gated else 1) * WIDE, HIDDEN), weight(HIDDEN, WIDE)
-    weights = ExpertWeights(gate_up, down, act, _extras(dtype, random) if act == "silu" else None, gated)
+    weights = fused_moe.ExpertWeights(gate_up, down, act, _extras(dtype, random) if act == "silu" else None, gated)
     return (
         (ReferenceExperts(weights), TritonExperts(weights)),
         (ReferenceBatchedExperts(weights), TritonBatchedExperts(weights)),
