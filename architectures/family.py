@@ -69,10 +69,8 @@ class GGUFMetadata(NamedTuple):
     fields: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]  # of tensors, as Hugging Face has them
     rope_factors: tuple[float, ...]  # rope_freqs.weight, where the file has it
-    long_factors: tuple[tuple[float, ...], tuple[float, ...]] = (
-        (),
-        (),
-    )  # rope_factors_short.weight, rope_factors_long.weight
+    # rope_factors_short.weight, rope_factors_long.weight
+    long_factors: tuple[tuple[float, ...], tuple[float, ...]] = (), ()
 
     def get(self, key: str, default: Any = None) -> Any:
         """ValueError where the key is missing and has no default."""
@@ -122,9 +120,8 @@ class ExpertTensors(NamedTuple):
 class Family(NamedTuple):
     architecture: str  # in `architectures` of a config.json
     model_type: str  # that such a config.json has
-    spec: Callable[
-        [dict[str, Any], str], ModelSpec
-    ]  # of a config.json with the defaults filled in, and the architecture's name
+    # of a config.json with the defaults filled in, and the architecture's name
+    spec: Callable[[dict[str, Any], str], ModelSpec]
     weights: Callable[[ModelSpec], Iterator[Weight]]
     other_model_types: frozenset[str] = frozenset()  # of models that use this class as it is
     keys: frozenset[str] = frozenset()  # of config.json that it honours beyond those of all families
@@ -141,9 +138,7 @@ class Family(NamedTuple):
     compiles: bool = True  # whether --compile inductor knows its layers (workers/models/compiled.py)
     model: str = "meshlm.workers.models.decoder:Decoder"  # module and class that compute it
     rename: Callable[[str], str] | None = None  # of a file's tensor, to the name that `weights` has
-    parsers: tuple[str, str] = (
-        "",
-        "",
-    )  # --tool-call-parser and --reasoning-parser of its chats, where none is asked for
+    # --tool-call-parser and --reasoning-parser of its chats, where none is asked for
+    parsers: tuple[str, str] = "", ""
     unread: str = ""  # a regular expression for renamed tensors that other tasks need
     nextn: str = ""  # module and class that compute the layer behind the last, which drafts, where checkpoints have one

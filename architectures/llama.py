@@ -213,9 +213,8 @@ MISTRAL = Family(
 
 def _ministral_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     layers = config["num_hidden_layers"]
-    window, sliding = sliding_layers(
-        config, layers + 1 if type(layers) is int else 1
-    )  # all, unless the file names them
+    # all, unless the file names them
+    window, sliding = sliding_layers(config, layers + 1 if type(layers) is int else 1)
     return with_attention(dense_spec(config, architecture), sliding, sliding_window=window)
 
 

@@ -100,9 +100,8 @@ _Norms = Literal["none", "plain"]
 
 def _mamba_spec(config: dict[str, Any], architecture: str, norms: _Norms = "none") -> ModelSpec:
     state = states.mamba_state(config, norms, _MAMBA_NAMES)
-    if (
-        config.get("intermediate_size") is not None
-    ):  # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
+    # as with transformers, whatever expand is: Falcon-Mamba-7B's says 16
+    if config.get("intermediate_size") is not None:
         state = replace(state, num_heads=positive(config, "intermediate_size"))
     return _stateful_spec(config, architecture, state, state.num_heads // 2)  # channels, two by two
 

@@ -23,12 +23,8 @@ GGUF_PACKED: Mapping[str, tuple[str, ...]] = {
 }
 GGUF_STATE = words("ssm.conv_kernel ssm.inner_size ssm.state_size ssm.time_step_rank ssm.group_count")
 MODEL = "meshlm.workers.models.hybrid:Hybrid"
-_INFINITE: tuple[Any, ...] = (
-    "inf",
-    "Infinity",
-    float("inf"),
-    {"__float__": "Infinity"},
-)  # the last is transformers 5's JSON
+# the last is transformers 5's JSON
+_INFINITE: tuple[Any, ...] = "inf", "Infinity", float("inf"), {"__float__": "Infinity"}
 
 
 def check_activation(config: dict[str, Any]) -> None:

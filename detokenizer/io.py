@@ -62,8 +62,7 @@ def load_ahead(config: MeshConfig) -> None:
 
 def encoder_of(config: MeshConfig) -> tuple[Encoder, TokenTable]:
     """What turns prompts into tokens, and the vocabulary. ProcessFatal for one, or a chat template, that cannot be used."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     loaded, table = _load(resolved.tokenizer_path)
     pooling = resolved.pooling
     try:

@@ -129,9 +129,8 @@ def _ahead(mode_class: Any, pool: ThreadPoolExecutor) -> Any:
     class Ahead(mode_class):  # type: ignore[misc]
         def submit(self, key: Any, compile_fn: Callable[[], Any], finalize_fn: Any, *more: Any) -> Any:
             kernel = super().submit(key, lambda: _loaded(compile_fn(), locks), finalize_fn, *more)
-            finalize_fn(
-                kernel
-            )  # as 3.9: the next launch of it, in the same words, finds this and need not work out the key again
+            # as 3.9: the next launch of it, in the same words, finds this and need not work out the key again
+            finalize_fn(kernel)
             return kernel
 
     return Ahead(pool, ignore_errors=True)

@@ -42,7 +42,6 @@ class SpeechTokens(Struct, frozen=True, kw_only=True):
     no_timestamps: int  # the token behind it is that of 0.00 seconds, and so on in steps of 0.02
     previous: int = -1  # that text of before stands behind; -1: the model takes none
     begin_suppress_tokens: tuple[int, ...] = ()  # that no answer begins with
-    max_initial_timestamp_index: int = (
-        -1
-    )  # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
+    # of a text with times: the first one is no later than so many steps of 0.02 s; -1: it may be any
+    max_initial_timestamp_index: int = -1
     seconds: int = 30  # of an audio clip that the encoder takes at once

@@ -42,12 +42,10 @@ class RankView(Struct, frozen=True):
     prompt_per_s: float  # tokens
     generated_per_s: float  # tokens
     busy: float  # share of the time with requests in which the device computed, 0 .. 1
-    step: dict[
-        str, float
-    ]  # mean seconds of a step's hops in the last seconds, in their order; those that were not seen are absent
-    expert_loads: tuple[
-        int, ...
-    ]  # tokens that each rank's experts had in the last window (--enable-eplb); () without any
+    # mean seconds of a step's hops in the last seconds, in their order; those that were not seen are absent
+    step: dict[str, float]
+    # tokens that each rank's experts had in the last window (--enable-eplb); () without any
+    expert_loads: tuple[int, ...]
     accepted: float | None  # share of the drafted tokens of the last seconds, 0 .. 1; None: none were drafted
     accepted_len: float | None  # tokens of a step that had drafts, in the mean
 

@@ -43,9 +43,8 @@ class JointReport(Struct, frozen=True, tag="joint_report"):
     step: int  # begun in this epoch
     finished: int  # of those, finished
     has_work: bool
-    incarnation: Incarnation = Incarnation(
-        0
-    )  # of the rank: new whenever one of its workers was lost; 0: they are not all there
+    # of the rank: new whenever one of its workers was lost; 0: they are not all there
+    incarnation: Incarnation = Incarnation(0)
 
 
 class JointRank:

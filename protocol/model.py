@@ -111,9 +111,8 @@ class HeadSpec(Struct, frozen=True, kw_only=True):
     act: str = ""  # between them: tanh, gelu, relu
     norm: bool = False  # behind the first product's function
     activation: Literal["softmax", "sigmoid", "none"] = "softmax"  # that makes scores of logits
-    token_ids: tuple[
-        int, ...
-    ] = ()  # the output projection's rows of these tokens are the classifier's; two: their difference
+    # the output projection's rows of these tokens are the classifier's; two: their difference
+    token_ids: tuple[int, ...] = ()
     step_tag_id: int = -1  # tasks for tokens give the scores of this token alone; -1: of all
 
 

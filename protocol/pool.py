@@ -33,9 +33,8 @@ class Pool(ExtraKind, frozen=True, tag="pool", omit_defaults=True):
     dimensions: int = (
         0  # of an embedding that is cut before its activation (Kusupati et al. 2022, "Matryoshka"); 0: all
     )
-    step_tag_id: int = (
-        -1
-    )  # of ALL: the token whose vectors are wanted, at the end of each step of a solution; -1: all tokens
+    # of ALL: the token whose vectors are wanted, at the end of each step of a solution; -1: all tokens
+    step_tag_id: int = -1
     second_from: int = 0  # the place of the second text of a pair, whose tokens are of type 1; 0: there is none
     bos_token_id: int = -1  # of ALL: a first token that has no vector; -1: it has
     eos_token_id: int = -1  # and a last one

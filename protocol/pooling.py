@@ -40,9 +40,8 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
         0.0  # a classifier's logits are shifted and scaled before their activation: (logit - mean) / sigma
     )
     logit_sigma: float = 1.0
-    edges: dict[
-        str, tuple[int, int]
-    ] = {}  # by task for tokens: the first and the last token that have no vector; -1: none
+    # by task for tokens: the first and the last token that have no vector; -1: none
+    edges: dict[str, tuple[int, int]] = {}
     step_tag_id: int = -1  # of tasks for tokens: the vectors of this token alone are given out; -1: of all
 
     @property

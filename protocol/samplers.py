@@ -28,12 +28,8 @@ class LlamaSamplers(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dry_base: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.75  # below 1 is off
     dry_allowed_length: Annotated[int, Meta(ge=0, le=1 << 30)] = 2
     dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=1 << 30)] = -1  # tokens that count; -1: all; 0 is off
-    dry_sequence_breakers: Breakers = (
-        "\n",
-        ":",
-        '"',
-        "*",
-    )  # single characters: no repetition reaches back over a token with one
+    # single characters: no repetition reaches back over a token with one
+    dry_sequence_breakers: Breakers = "\n", ":", '"', "*"
 
     @property
     def truncates_as_llama(self) -> bool:

@@ -12,13 +12,8 @@ import msgspec
 
 Json = dict[str, Any]
 DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
-NAMED = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-)  # whose values are schemas by name
+# whose values are schemas by name
+NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
 _MARKS = (b'"$id"', b'"$anchor"')
 _PLACE = ("$id", "$anchor")
 

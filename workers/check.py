@@ -24,8 +24,7 @@ CPU = torch.device("cpu")
 
 def check(config: MeshConfig) -> None:
     """ProcessFatal, as a worker of the first rank would say it."""
-    resolved, parallel = config.resolved, config.parallel
-    assert resolved is not None
+    resolved, parallel = config.require_resolved(), config.parallel
     if resolved.device not in ("cpu", "cuda"):  # engines of their own
         return
     load_plug_ins()
@@ -43,8 +42,7 @@ def check(config: MeshConfig) -> None:
 
 def _check(config: MeshConfig, shard: Shard) -> None:
     """shard: the part of one worker."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     dtype = DTYPES[resolved.dtype]
     if resolved.device == "cpu":
         backend = choose_backend(config, CPU, WorkerPlacement(shard))

@@ -14,15 +14,13 @@ from meshlm.workers.engine import Engine, EngineFacts, ProgressReport
 
 def load_ahead(config: MeshConfig) -> None:
     """Import what the engine needs; its weights have no place beside its predecessor's."""
-    assert config.resolved is not None
-    engine_of(config.resolved.device)
+    engine_of(config.require_resolved().device)
 
 
 def make_engine(config: MeshConfig, worker: int, membership: Membership, report: ProgressReport) -> Engine:
     """The engine of the configured device for worker number `worker`; torch is imported only where it is needed."""
-    assert config.resolved is not None
     load_parsers(config.server)
-    return engine_of(config.resolved.device)(config, worker, membership, report)
+    return engine_of(config.require_resolved().device)(config, worker, membership, report)
 
 
 def load_parsers(server: ServerConfig) -> None:

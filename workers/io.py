@@ -346,8 +346,7 @@ class WorkerApp:
         """All steps before the Reset are launched."""
         self._counts = GraphCounts()  # the scheduler may be a new one
         facts = engine.facts
-        resolved = self._mesh.config.resolved
-        assert resolved is not None
+        resolved = self._mesh.config.require_resolved()
         kept, hashes = self._directory.columns()
         self._send(ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes))
 

@@ -25,8 +25,7 @@ def num_blocks(
 
     block_size: tokens of a block, where they are not the configured ones.
     """
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     block_size, longest = block_size or config.cache.block_size, resolved.max_model_len
     at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, max_drafts)
     wanted = config.cache.num_gpu_blocks_override

@@ -28,8 +28,7 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
 
     ProcessFatal when the longest request would not fit, with the one that would.
     """
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     drafts = config.speculative.num_speculative_tokens
     budget -= num_draft_pages(config, budget, layout) * layout.page_bytes
     count = kv_capacity.num_blocks(config, budget, layout.page_bytes, layout.specs, drafts, layout.block_size)
@@ -43,13 +42,12 @@ def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
 def draft_lines(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     """Lines of a step's requests with drafts for which there are states (states/drafted.py), at most: as many as fit into an eighth of
     `budget` bytes, those of one request at least; 0 where no drafts and states meet."""
-    assert config.resolved is not None
     each, groups = 1 + config.speculative.num_speculative_tokens, layout.state_groups
     if each == 1 or not groups:
         return 0
     override = config.cache.num_gpu_blocks_override
     pages = budget // layout.page_bytes if override is None else override
-    return max(each, min(config.resolved.max_num_seqs * each, pages // 8 // len(groups)))
+    return max(each, min(config.require_resolved().max_num_seqs * each, pages // 8 // len(groups)))
 
 
 def num_draft_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
@@ -59,26 +57,23 @@ def num_draft_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
 
 def layout_of(config: MeshConfig, shard: Shard, cache_dtype: torch.dtype, dtype: torch.dtype) -> KVLayout:
     """Of one worker's KV cache. dtype: the model's."""
-    resolved, cache = config.resolved, config.cache
-    assert resolved is not None
+    resolved, cache = config.require_resolved(), config.cache
     spec = resolved.spec.with_drafter(resolved.drafter.spec if resolved.drafter is not None else None)
     return KVLayout(spec, cache.block_size, resolved.max_model_len, cache_dtype, shard, cache, dtype)
 
 
 def known_bytes(config: MeshConfig) -> int | None:
     """The KV cache's, where they are known without the weights: from --kv-cache-memory, or of a device that says so."""
-    assert config.resolved is not None
     wanted = config.cache.kv_cache_memory
-    return platforms.named(config.resolved.device).kv_cache_bytes() if wanted is None else wanted
+    return platforms.named(config.require_resolved().device).kv_cache_bytes() if wanted is None else wanted
 
 
 def check_known(config: MeshConfig, layout: KVLayout) -> None:
     """Before the weights are read, which takes minutes: whether the longest request has room. ProcessFatal as of `num_pages`."""
-    assert config.resolved is not None
     known = known_bytes(config)
     if known is None and config.cache.num_gpu_blocks_override is not None:
         known = 0  # its number counts, not these bytes
-    if known is not None and not config.resolved.spec.encoder_only:
+    if known is not None and not config.require_resolved().spec.encoder_only:
         num_pages(config, known, layout)
 
 

@@ -153,9 +153,8 @@ class Operations:
         """rebalance: see `Engine`."""
         self._extension = extension
         node = config.node
-        host = (
-            f"{node.host}:" if node is not None and node.index else ""
-        )  # files of other nodes are told from the head's
+        # files of other nodes are told from the head's
+        host = f"{node.host}:" if node is not None and node.index else ""
         self._profiler = Profiler(config.worker.profiler_dir, f"{identity.role.value}-{identity.index}", host)
         self._rebalance = rebalance
         self._done: dict[operations.OperationId, operations.OperationDone] = {}

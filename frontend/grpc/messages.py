@@ -55,13 +55,12 @@ def generation(request: pb.GenerateRequest, resolved: Resolved, server: ServerCo
 
 
 def embedding(request: pb.EmbedRequest, config: MeshConfig) -> ParsedRequest:
-    assert config.resolved is not None
     ids = request.tokenized.input_ids
     if not ids:
         raise field_error("tokenized", "give at least one token id")
-    limits.check_num_ids(len(ids), False, config.resolved)
+    limits.check_num_ids(len(ids), False, config.require_resolved())
     body = msgspec.json.encode({"input": list(ids), **_name(request.request_id)})
-    asked, unknown = bodies.decode(body, EmbeddingRequest, longest=config.resolved.max_model_len)
+    asked, unknown = bodies.decode(body, EmbeddingRequest, longest=config.require_resolved().max_model_len)
     return vectors.embeddings(asked, unknown, config)
 
 

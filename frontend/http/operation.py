@@ -110,9 +110,8 @@ class Operation(Struct, frozen=True):
         methods = self.methods or (("POST",) if self.body is not None else ("GET",))
         declared: list[Operation] = handler.__dict__.setdefault("operations", [])
         summary = self.summary or handler.__doc__ or ""
-        declared.insert(
-            0, replace(self, summary=summary, methods=methods, handler=handler.__name__)
-        )  # the last is applied first
+        # the last is applied first
+        declared.insert(0, replace(self, summary=summary, methods=methods, handler=handler.__name__))
         return handler
 
     def of_class(self, common: OfClass) -> "Operation":
@@ -120,11 +119,8 @@ class Operation(Struct, frozen=True):
         named = re.findall(r"{(\w+)}", self.path)
         in_path = [Parameter(name, "path", {"type": "string", "minLength": 1}, IN_PATHS[name]) for name in named]
         parameters = (*in_path, *(self.parameters or common.parameters))
-        errors = {
-            503,
-            *self.errors,
-            *(_REFUSED[one.place] for one in parameters),
-        }  # one that stops says so on every path
+        # one that stops says so on every path
+        errors = {503, *self.errors, *(_REFUSED[one.place] for one in parameters)}
         if self.body is not None:
             errors |= {400, 413} if self.errors else {*ASKS}
         return replace(

@@ -59,8 +59,7 @@ def server(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
 
 def vllm_config(config: MeshConfig) -> dict[str, Any]:
     """What of the configuration vLLM has too, as its clients look for it. null: what is not there."""
-    resolved, parallel, scheduler, cache = config.resolved, config.parallel, config.scheduler, config.cache
-    assert resolved is not None
+    resolved, parallel, scheduler, cache = config.require_resolved(), config.parallel, config.scheduler, config.cache
     return {
         "model_config": {
             "model": resolved.model_path,

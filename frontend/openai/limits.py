@@ -15,9 +15,8 @@ from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.prompt_embeds import MAX_EMBEDS_BYTES
 
-MAX_LISTED_IDS = (
-    1 << 18
-)  # of logit_bias, allowed_token_ids, stop_token_ids and logprob_token_ids together, times the sequences
+# of logit_bias, allowed_token_ids, stop_token_ids and logprob_token_ids together, times the sequences
+MAX_LISTED_IDS = 1 << 18
 MAX_COPIED_BYTES = 1 << 22  # of stop, bad_words, cache_salt and the grammar together, in UTF-8, times the sequences
 # Of one prompt's text, or of a chat's messages, tools and template. A longer context allows more, so much for each of its tokens: a
 # tokenizer takes a hundred times a text's bytes, and seconds for a megabyte.

@@ -132,8 +132,7 @@ def system_fingerprint(config: MeshConfig, version: str) -> str | None:
         return None
     if mode == "custom":
         return config.server.fingerprint_value
-    resolved, parallel = config.resolved, config.parallel
-    assert resolved is not None
+    resolved, parallel = config.require_resolved(), config.parallel
     model = (resolved.spec, resolved.model_path, resolved.load_format, resolved.device, resolved.dtype)
     cache = (config.cache.kv_cache_dtype, config.cache.calculate_kv_scales)
     ways = (cache, config.worker.attention_backend, config.worker.compile)

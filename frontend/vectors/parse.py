@@ -284,5 +284,4 @@ def chunked(resolved: Resolved) -> bool:
 
 
 def _resolved(config: MeshConfig) -> Resolved:
-    assert config.resolved is not None
-    return config.resolved
+    return config.require_resolved()

@@ -115,8 +115,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Awa
 
 
 def _spec(config: MeshConfig) -> PoolingSpec:
-    assert config.resolved is not None
-    return parse.spec_of(config.resolved)
+    return parse.spec_of(config.require_resolved())
 
 
 class VectorRoutes:

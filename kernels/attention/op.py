@@ -22,11 +22,8 @@ HEADS: list[Heads] = [(32, 8, 128), (16, 8, 128)]
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]  # requests, context
 LONG_DECODES = [(4, 32768), (1, 131072), (4, 131072)]
 PREFILLS = [(1, 1024), (8, 1024), (1, 2048), (1, 8192), (4, 2048), (1, 32768)]  # requests, tokens
-CHUNKS = [
-    (1024, 24576),
-    (2048, 24576),
-    (8192, 24576),
-]  # tokens of one prompt, behind those of earlier steps, which are in pages
+# tokens of one prompt, behind those of earlier steps, which are in pages
+CHUNKS = [(1024, 24576), (2048, 24576), (8192, 24576)]
 SCOUT, BLOOM = ((40, 8, 128), ("chunk", 8192)), ((32, 32, 128), ("slopes",))  # Llama 4 Scout; BLOOM 7B
 SEEN_DECODES = [(1, 6144), (32, 6144), (32, 30720)]  # contexts that end in the middle of a chunk, at 3/4 of one
 SEEN_PREFILLS = [(1, 8192, 0), (1, 4096, 30720), (1, 16384, 0)]  # requests, tokens, those before

@@ -24,10 +24,8 @@ from meshlm.kernels.self_test import Result, distance, why_wrong
 REQUESTS: tuple[Request, ...] = (
     (300, 200), (37, 2), (0, 90), (513, 129), (20, 33), (128, 256), (15, 300), (1000, 70), (0, 1),
 )  # fmt: skip
-WINDOWS = (
-    16,
-    208,
-)  # shorter than a tile, and of several; multiples of 16 like models', for which kernels are compiled apart
+# shorter than a tile, and of several; multiples of 16 like models', for which kernels are compiled apart
+WINDOWS = 16, 208
 CHUNKS = 64, 208  # of positions
 SPLITS = 1, 4  # of a decode's context
 USUAL = 32, 2, 2  # keys of a decode's tile, warps and stages

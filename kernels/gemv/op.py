@@ -35,9 +35,8 @@ PARTS: list[Case] = [
     (4, 32064, 4096, False, "sends"),
 ]  # fmt: skip
 WANTED = 128 << 10  # bytes; tiles that whole steps have chosen have 64 to 192 KiB under way
-CHOICES = list(
-    product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4))
-)  # BLOCK_N, warps, stages, programs per multiprocessor
+# BLOCK_N, warps, stages, programs per multiprocessor
+CHOICES = list(product((1, 2, 4, 8, 16), (4, 8), (2, 3, 4), (1, 2, 4)))
 EPS = 1e-6
 
 

@@ -15,9 +15,8 @@ from meshlm.kernels.mla.reference import absorbed_attention
 from meshlm.kernels.mla.tiles import decode_tile
 from meshlm.kernels.op import Case, Launch, Op
 
-Sizes = tuple[
-    int, int, int, int, int, int
-]  # page, rank, rotary, numbers and heads of the index, tokens that are chosen
+# page, rank, rotary, numbers and heads of the index, tokens that are chosen
+Sizes = tuple[int, int, int, int, int, int]
 DEEPSEEK: Sizes = (64, 512, 64, 128, 64, 2048)
 TOGETHER = 128  # queries whose scores are computed together, as in a worker's step
 SCALE = 0.1

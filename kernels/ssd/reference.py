@@ -43,9 +43,8 @@ def chunk_scan(
     for begin in range(0, len(x), chunk):
         part = slice(begin, begin + chunk)
         values, steps = x[part] * dt[part, :, None], (dt[part] * a).cumsum(0)  # [q, heads, P], [q, heads]
-        keys, queries = (
-            each[part].repeat_interleave(heads // groups, 1).transpose(0, 1) for each in (b, c)
-        )  # [heads, q, N]
+        # [heads, q, N]
+        keys, queries = (each[part].repeat_interleave(heads // groups, 1).transpose(0, 1) for each in (b, c))
         decay = (steps.t()[:, :, None] - steps.t()[:, None, :]).tril()
         weights = (queries @ keys.transpose(1, 2) * decay.exp()).tril()
         found = weights @ values.transpose(0, 1) + steps.t().exp()[:, :, None] * (queries @ state.transpose(1, 2))

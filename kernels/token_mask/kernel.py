@@ -17,9 +17,8 @@ BLOCK = 8192
 def _token_mask(logits, stride, vocab, lines, words, words_stride, BLOCK: tl.constexpr):
     line = tl.program_id(0).to(tl.int64)
     mine = tl.load(lines + line).to(tl.int64)
-    if (
-        mine >= 0
-    ):  # all logits are read and written, since stores of whole vectors are four times as fast as those of some elements
+    # all logits are read and written, since stores of whole vectors are four times as fast as those of some elements
+    if mine >= 0:
         nth = tl.program_id(1) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
         bit = tl.arange(0, 32)
         token = nth[:, None] * 32 + bit[None, :]

@@ -48,9 +48,8 @@ class Admit(Struct, frozen=True, tag="admit"):
 
     work: EngineRequest
     dp_rank: int = -1  # -1: the coordinator chooses
-    lost: tuple[
-        SchedulerIncarnation, ...
-    ] = ()  # over, with all incarnations before; the coordinator may not have heard yet
+    # over, with all incarnations before; the coordinator may not have heard yet
+    lost: tuple[SchedulerIncarnation, ...] = ()
     again: bool = (
         False  # an earlier incarnation of the coordinator chose dp_rank for this attempt; did Assign get there?
     )

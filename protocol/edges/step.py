@@ -170,9 +170,8 @@ class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):
     step: StepId
     token_ids: bytes  # int32[sum(counts)]
     logprobs: dict[int, LogprobColumns] = {}  # batch place (among all requests of the plan) -> its sampled tokens
-    prompt_logprobs: dict[
-        int, LogprobColumns
-    ] = {}  # batch place -> positions starts+1 .. starts+counts within the prompt
+    # batch place -> positions starts+1 .. starts+counts within the prompt
+    prompt_logprobs: dict[int, LogprobColumns] = {}
     received_ns: int = 0
     launched_ns: int = 0
     done_ns: int = 0

@@ -94,9 +94,8 @@ class TextParams(Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    keep_special_tokens: tuple[
-        str, ...
-    ] = ()  # that are shown all the same, by their text: tags that the frontend reads
+    # that are shown all the same, by their text: tags that the frontend reads
+    keep_special_tokens: tuple[str, ...] = ()
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int = 0  # keep k prompt tokens; 0: all
     truncation_side: str = "left"  # where it is cut; "right" keeps the first k

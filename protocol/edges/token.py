@@ -61,9 +61,8 @@ class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):
     first: dict[int, First] = {}  # row
     timings_ns: tuple[int, ...] = ()  # step, then monotonic planned, received, launched, done, handled; gpu, gap
     pooled: dict[int, bytes] = {}  # row -> float32: the vector of a Pool, with its end
-    drafts: dict[
-        int, bytes
-    ] = {}  # row, the first of a step -> uint8[., 2]: tokens drafted and accepted; where they are counted by request
+    # row, the first of a step -> uint8[., 2]: tokens drafted and accepted; where they are counted by request
+    drafts: dict[int, bytes] = {}
 
 
 SchedulerToDetokenizer = TokenDeltas | Readmit

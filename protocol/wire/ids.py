@@ -21,9 +21,8 @@ class Role(Enum):
     WORKER = "worker"
     STORE = "store"
 
-    __hash__ = (
-        object.__hash__
-    )  # there is one object of each; Enum's own hash is a call in Python, on the way of every frame
+    # there is one object of each; Enum's own hash is a call in Python, on the way of every frame
+    __hash__ = object.__hash__
 
 
 class Identity(Struct, frozen=True, order=True, cache_hash=True):

@@ -147,11 +147,8 @@ class Session:
         self._progress_at = now
         self._num_replays = 0  # that the peer answered, since it took a frame
         self._awaits_answer = False
-        self._num_stalls, self._stalled_at, self._received_then = (
-            0,
-            -1e9,
-            -1,
-        )  # replays of the peer, one after the other, ...
+        # replays of the peer, one after the other, ...
+        self._num_stalls, self._stalled_at, self._received_then = 0, -1e9, -1
         self.starved = False  # ... of a frame that never comes
         self.wire.clear()
 

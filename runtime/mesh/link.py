@@ -108,9 +108,8 @@ class Outbox:
         self.address = address
         self.pending: deque[bytes] = deque()
         self._socket = context.socket(zmq.PUSH)
-        self._send = partial(
-            RawSocket.send, self._socket
-        )  # without the Python around it, which is for what we do not use
+        # without the Python around it, which is for what we do not use
+        self._send = partial(RawSocket.send, self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there

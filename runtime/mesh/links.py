@@ -73,9 +73,8 @@ class Links:
         self.peers: dict[Identity, Peer] = {}
         self.newcomers = Newcomers(me, config)
         self.hello = Hello("", "")
-        self.in_hand: dict[
-            tuple[Identity, Incarnation], tuple[str, ...]
-        ] = {}  # the requests of processes that died with some
+        # the requests of processes that died with some
+        self.in_hand: dict[tuple[Identity, Incarnation], tuple[str, ...]] = {}
 
     def note_death(self, died: control.Died) -> None:
         """Keeps what it had in hand, as long as it is the last of its place that died."""

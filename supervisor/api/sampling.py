@@ -83,10 +83,8 @@ class StructuredOutputsParams:
             {one.name: getattr(self, one.name) for one in dataclasses.fields(self)},
             "StructuredOutputsParams",
         )
-        with (
-            raised_as(ValueError, RequestError),
-            raised_as(ValueError, TypeError, of=name),
-        ):  # of values that JSON lacks
+        # of values that JSON lacks
+        with raised_as(ValueError, RequestError), raised_as(ValueError, TypeError, of=name):
             return of_structured_outputs(fields, config, name)
 
 

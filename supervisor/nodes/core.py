@@ -122,9 +122,8 @@ def facts(config: MeshConfig) -> dict[str, str]:
         if setting.section in SECTIONS and not ((setting.meta and setting.meta.extra) or {}).get("per_node"):
             value = getattr(resolved, setting.name, getattr(getattr(config, setting.section), setting.name))
             found[setting.flag] = str(value).replace(" ", "")
-    if (
-        config.worker.deterministic
-    ):  # kernels are compiled for the processor; the version says what they are compiled of
+    # kernels are compiled for the processor; the version says what they are compiled of
+    if config.worker.deterministic:
         found |= {"the processor": _processor(), "torch": importlib.metadata.version("torch")}
     return found
 

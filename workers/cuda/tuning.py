@@ -36,15 +36,8 @@ QUICK_S = 8.0  # before the worker is ready
 FULL_S = 420.0  # for so long other ranks wait for the first without giving up
 STEPS_S = 90.0  # of whole steps, after that
 STEP_PASSES = 2
-BESIDE = (
-    "moe_align",
-    "moe_few",
-    "moe_gemv",
-    "moe_sum",
-    "norm",
-    "packed_gemm",
-    "silu_mul",
-)  # kernels that no operation is named after
+# kernels that no operation is named after
+BESIDE = "moe_align", "moe_few", "moe_gemv", "moe_sum", "norm", "packed_gemm", "silu_mul"
 ONE_ROW, STEPS = "gemv", (0, 0, False)  # the key of a note that whole steps are being measured
 Entries = list[tuple[str, Table]]
 Report = Callable[[str, int, int, str], None]  # phase, done, total, unit
@@ -149,13 +142,8 @@ class Tuner:
             _log.warning("no memory to tune in: products keep the kernels that they have")
         except OSError as error:
             _log.warning("nothing is tuned, since nothing can be kept", reason=str(error))
-        except (
-            RuntimeError,
-            TritonError,
-            ValueError,
-            TypeError,
-            AssertionError,
-        ) as error:  # of a library, a compiler, a driver
+        # of a library, a compiler, a driver
+        except (RuntimeError, TritonError, ValueError, TypeError, AssertionError) as error:
             if self._ranks.device.type == "cuda":
                 torch.cuda.synchronize()  # raises if the GPU itself has failed: the next incarnation measures nothing
             _log.warning("tuning has ended early", reason=next(iter(str(error).splitlines()), ""))

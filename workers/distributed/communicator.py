@@ -135,9 +135,8 @@ def connect(
     plain = Distributed(shard, tensor)
     if device.type == "cuda":
         _say_hello(plain, shard, device, dtype)
-    if (
-        not custom_all_reduce or device.type != "cuda" or shard.tp_size == 1 or interface is not None
-    ):  # GPUs of one host
+    # GPUs of one host
+    if not custom_all_reduce or device.type != "cuda" or shard.tp_size == 1 or interface is not None:
         return plain
     from meshlm.workers.distributed.symmetric import make_symmetric
 

@@ -121,9 +121,8 @@ def _listen(host: str, port: int) -> "Store":
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of an earlier process may linger
+            # connections of an earlier process may linger
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             descriptor = listener.detach()  # the store closes it
     except OSError as error:

@@ -201,11 +201,8 @@ def parts(made: "Symmetric", shard: Shard, columns: int) -> Iterator[Result]:
 
 ONE_SHOT_BYTES = 256 << 10  # of two ranks, above which two-shot is faster (H200); the traffic grows with the ranks
 BUFFER_BYTES = 64 << 20  # larger tensors go by NCCL
-PACKET_ROWS = {
-    2: 64,
-    4: 32,
-    8: 8,
-}  # of those, by ranks: up to which rows go as packets (kernels/allreduce_rmsnorm/op.py)
+# of those, by ranks: up to which rows go as packets (kernels/allreduce_rmsnorm/op.py)
+PACKET_ROWS = {2: 64, 4: 32, 8: 8}
 ALIGNMENT = 16
 SIZES = (2, 4, 8)  # of groups, that torch has a two-shot kernel for
 DTYPES = (torch.bfloat16, torch.float32)  # that it sums

@@ -58,8 +58,7 @@ class ModelEngine:
         self, config: MeshConfig, device: torch.device, backend: Backend, kit: TorchKit, report: ProgressReport,
         placement: WorkerPlacement | None = None,
     ) -> None:  # fmt: skip
-        resolved = config.resolved
-        assert resolved is not None
+        resolved = config.require_resolved()
         placement = placement or WorkerPlacement()
         self.config, self.resolved, self.device, self.shard = config, resolved, device, placement.shard
         self.spec = placement.shard.local(resolved.spec)
@@ -99,9 +98,8 @@ class ModelEngine:
         elif config.experts.enable_eplb and self.model.mixtures():  # between tensor-parallel ranks, which end together
             self.balancer = self._make_balancer(placement.stage(device))
             self.model.use_slots()
-        self.intermediate_tensors = torch.empty(
-            0
-        )  # pipelines: where the stage before writes, and what the next one takes
+        # pipelines: where the stage before writes, and what the next one takes
+        self.intermediate_tensors = torch.empty(0)
         if not (self.shard.is_first and self.shard.is_last):
             self.intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last

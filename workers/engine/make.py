@@ -51,9 +51,8 @@ def load_plug_ins() -> None:
 
 def make_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPlacement | None = None) -> ModelEngine:
     """Makes the engine of the configured device, on which this thread computes from now on."""
-    assert config.resolved is not None
     placement = placement or WorkerPlacement()
-    if config.resolved.device == "cpu":
+    if config.require_resolved().device == "cpu":
         if config.worker.deterministic and not cpu_ops.available():
             raise ProcessFatal(
                 "--deterministic: not proven without the compiled kernels, which need a C compiler; leave it out"
@@ -111,22 +110,20 @@ def _without_kernels(
 
 def choose_backend(config: MeshConfig, device: torch.device, placement: WorkerPlacement) -> Backend:
     """The attention of this worker. ProcessFatal says why there is none as it was asked for."""
-    assert config.resolved is not None
-    name, whole = config.worker.attention_backend, config.resolved.spec
-    order = platforms.named(config.resolved.device).attention_backends
+    name, whole = config.worker.attention_backend, config.require_resolved().spec
+    order = platforms.named(config.require_resolved().device).attention_backends
     if config.cache.kv_cache_dtype != "auto":  # a named backend that cannot read it is refused (memory.cache_dtype)
         order = tuple(name for name in order if name not in backends.BACKENDS or backends.BACKENDS[name]().fp8)
     if whole.state is not None and config.lockstep:  # whose kernels are not tried while others step beside them
         order = tuple(name for name in order if name != "triton")
     spec, size = _with_pages(config, whole, placement)
-    return backends.choose(name, spec, device, DTYPES[config.resolved.dtype], size, order)
+    return backends.choose(name, spec, device, DTYPES[config.require_resolved().dtype], size, order)
 
 
 def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement) -> tuple[ModelSpec, int]:
     """This worker's part of the model, its states named as the cache holds them, and the tokens of a block: states and audio make it
     longer. A stage of a pipeline without states has such blocks too, and so counts as one that has them. spec: of the whole model."""
-    resolved, cache, shard = config.resolved, config.cache, placement.shard
-    assert resolved is not None
+    resolved, cache, shard = config.require_resolved(), config.cache, placement.shard
     local = shard.local(spec)
     if spec.state is None and spec.audio_encoder is None:
         return local, cache.block_size
@@ -144,8 +141,7 @@ def _with_pages(config: MeshConfig, spec: ModelSpec, placement: WorkerPlacement)
 
 def _say_why(config: MeshConfig, gpu: torch.device, placement: WorkerPlacement) -> None:
     """Log why plain torch computes on this GPU, where nobody asked for it."""
-    resolved, name = config.resolved, config.worker.attention_backend
-    assert resolved is not None
+    resolved, name = config.require_resolved(), config.worker.attention_backend
     if name == "auto":
         triton = backends.BACKENDS["triton"]()
         spec, size = _with_pages(config, resolved.spec, placement)

@@ -51,8 +51,7 @@ def worker_engine(config: MeshConfig, worker: int, membership: Membership, repor
 
 class FakeEngine:
     def __init__(self, config: MeshConfig, report: ProgressReport) -> None:
-        resolved = config.resolved
-        assert resolved is not None
+        resolved = config.require_resolved()
         self._vocab_size = resolved.spec.vocab_size
         self._step_s = config.worker.fake_step_ms / 1e3
         block_size = config.cache.block_size
@@ -298,9 +297,8 @@ class FakeEngine:
         terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
         self._written = np.zeros(len(terms), np.uint64)
         before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
-        states = self._state[self._rows.slots(arrays.rows, before)][
-            :, self._states
-        ]  # a model reads all before it writes any
+        # a model reads all before it writes any
+        states = self._state[self._rows.slots(arrays.rows, before)][:, self._states]
         for index in np.argsort(arrays.starts, kind="stable").tolist():
             begin, end = int(arrays.query_start[index]), int(arrays.query_start[index + 1])
             count = end - begin

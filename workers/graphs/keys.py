@@ -19,11 +19,8 @@ from meshlm.workers.rows.step_columns import Contexts
 MAX_DECODES = 1024
 
 
-MIXED_TOKENS = [
-    *range(graph_sizes.LEAST_MIXED, 1025, 128),
-    *range(1280, 2049, 256),
-    *range(2560, 4097, 512),
-]  # as scheduler_proc/budget.py ends steps
+# as scheduler_proc/budget.py ends steps
+MIXED_TOKENS = [*range(graph_sizes.LEAST_MIXED, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
 
 
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
@@ -41,10 +38,8 @@ STATES_LAUNCHES_S = 0.116  # ... of models with recurrent states, which have fou
 LONG_LAUNCHES_S = 0.016  # ... or little more, where contexts are long: a graph for any requests is much slower
 
 
-TOGETHER_TOKENS = [
-    *MIXED_TOKENS,
-    *range(4608, 8193, 512),
-]  # of ranks whose tokens travel to experts: prompts alone have more
+# of ranks whose tokens travel to experts: prompts alone have more
+TOGETHER_TOKENS = [*MIXED_TOKENS, *range(4608, 8193, 512)]
 
 
 TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halves: 2,600 kernels for 48 layers

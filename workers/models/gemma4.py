@@ -37,9 +37,8 @@ class ScaledExperts(MoE):
     def of(self, x: Tensor, norm: RMSNorm, batch: StepInputs, ops: Ops) -> Tensor:
         """x [t, hidden], which the router norms itself, and `norm` for the experts -> [t, hidden]."""
         _, _, routing = self.router.after_norm(PartialSum(x), self.router_norm, batch.slot_mapping[0], ops)
-        known = routing.experts.clamp(
-            0, self.moe.num_experts - 1
-        )  # padding has -1, and kernels that are only compiled leave anything
+        # padding has -1, and kernels that are only compiled leave anything
+        known = routing.experts.clamp(0, self.moe.num_experts - 1)
         scales = self.per_expert_scale.float()[known.long()]
         routing = routing._replace(weights=routing.weights * scales)
         if self.replicas is not None:

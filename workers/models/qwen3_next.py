@@ -63,9 +63,8 @@ class GatedDeltaNet(Attention):
         wide, narrow = (part.unflatten(1, (state.n_groups, -1)) for part in qkv.split(self._sizes, dim=1))
         sizes = [state.state_size, state.state_size, each * state.head_dim, each * state.head_dim]
         *inputs, z = (part.flatten(1) for part in wide.split(sizes, dim=2))
-        b, a = (
-            part.flatten(1).contiguous() for part in narrow.split(each, dim=2)
-        )  # flatten leaves steps of two if each is 1
+        # flatten leaves steps of two if each is 1
+        b, a = (part.flatten(1).contiguous() for part in narrow.split(each, dim=2))
         return torch.cat(inputs, dim=1), z, b, a
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:

@@ -314,9 +314,8 @@ class GrammarRows(RowExtra[Any]):
         return RowFailed(error) if error else None
 
     def rewritten(self, new: NewRow) -> NewRow:
-        sampling = replace(
-            new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=()
-        )  # its mask does that
+        # its mask does that
+        sampling = replace(new.sampling, min_tokens=0, allowed_token_ids=(), bad_words_token_ids=())
         return replace(new, sampling=sampling)
 
     def add_row(self, new: NewRow) -> None:

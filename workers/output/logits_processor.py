@@ -39,9 +39,8 @@ class LogitsBatch(NamedTuple):
     rows: NDArray[np.int32]  # [l]: the row of each line
     num_tokens: NDArray[np.int64]  # [l]: tokens before the one that is sampled, the prompt's included
     num_prompt_tokens: NDArray[np.int64]  # [l]
-    token_ids: Callable[
-        [], torch.Tensor
-    ]  # int32 [l, longest] on the device; what stands behind num_tokens means nothing
+    # int32 [l, longest] on the device; what stands behind num_tokens means nothing
+    token_ids: Callable[[], torch.Tensor]
 
 
 class LogitsProcessor(ABC):

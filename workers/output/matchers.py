@@ -86,9 +86,8 @@ class RowMatcher:
         self._begins, self._compiled, self._vocabulary, self._sampling = begins, compiled, vocabulary, sampling
         self._matcher = matcher = None if compiled is None else compiled.deep_copy()
         self._waits = bool(grammar.begins_after)  # for the end of the reasoning: free text goes on up to it
-        self._must_follow = (
-            self._waits and matcher is not None and not matcher.is_accepting()
-        )  # something, behind reasoning
+        # something, behind reasoning
+        self._must_follow = self._waits and matcher is not None and not matcher.is_accepting()
         self._reasoning: Reasoning | None = None
         if self._waits or grammar.thinking is not None:
             self._reasoning = Reasoning(grammar, vocabulary)
@@ -180,9 +179,8 @@ class RowMatcher:
             words[:] = -1
         ends_early = self._waits and self._must_follow and self._reasoning is not None and not self._reasoning.may_end
         if ends_early and not self.error:
-            words &= ~self._vocabulary.mask_of(
-                self._vocabulary.eos
-            )  # an answer of reasoning alone would lack what it must have
+            # an answer of reasoning alone would lack what it must have
+            words &= ~self._vocabulary.mask_of(self._vocabulary.eos)
         if self._special and not self.error:
             self._restrict(words)
 

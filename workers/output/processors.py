@@ -100,9 +100,8 @@ class Processors(RowExtra[Tensor]):
 def processors_of(config: MeshConfig, device: torch.device, max_rows: int) -> Processors | None:
     """Those of --logits-processors and of installed packages, and those that the model itself needs; None: there are none.
     ProcessorError."""
-    assert config.resolved is not None
-    kinds = logits_processors.loaded(config.resolved.logits_processors)
-    if config.resolved.speech is not None:
+    kinds = logits_processors.loaded(config.require_resolved().logits_processors)
+    if config.require_resolved().speech is not None:
         kinds.append(TimestampRules)
     return Processors(kinds, config, device, max_rows) if kinds else None
 
@@ -117,11 +116,11 @@ class TimestampRules(LogitsProcessor):
 
     def __init__(self, config: MeshConfig, device: torch.device, max_rows: int) -> None:
         super().__init__(config, device, max_rows)
-        assert config.resolved is not None
-        speech = config.resolved.speech
+        speech = config.require_resolved().speech
         assert speech is not None
         self._zero, self._max_initial_timestamp_index = speech.no_timestamps + 1, speech.max_initial_timestamp_index
-        self._text_end = min((*config.resolved.eos_token_ids, speech.no_timestamps))  # tokens of words are before it
+        ends = (*config.require_resolved().eos_token_ids, speech.no_timestamps)
+        self._text_end = min(ends)  # tokens of words are before it
 
     @classmethod
     def wants(cls, params: SamplingParams) -> bool:

@@ -122,9 +122,8 @@ COLUMNS = (
     Column("edit_ids", np.int32, _edit(0), EDITS),
     Column("edit_adds", np.float32, _edit(1), EDITS),
     Column("edit_untils", np.int32, _edit(2), EDITS),
-    Column(
-        "second_from", np.int32, None, on_device=False
-    ),  # of a pair of texts: where the second begins; 0: there is none
+    # of a pair of texts: where the second begins; 0: there is none
+    Column("second_from", np.int32, None, on_device=False),
     Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
     Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
     Column("as_llama", np.bool_, lambda params: params.truncates_as_llama or params.repeats_less, on_device=False),

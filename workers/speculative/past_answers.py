@@ -28,9 +28,8 @@ class PastAnswers:
     def __init__(self, depth: int) -> None:
         """depth: the most tokens of a context that are compared."""
         self._depth = depth
-        self._tokens = (
-            bytearray()
-        )  # int32: each answer is NONE, its tokens from the last to the first, `depth` tokens of its prompt
+        # int32: each answer is NONE, its tokens from the last to the first, `depth` tokens of its prompt
+        self._tokens = bytearray()
         self._base = 0  # bytes that were before these, and are gone
         # A place is where its context begins, in bytes from the very first on. The token itself is before it, the next one before that.
         self._blocks = [array("Q")]

@@ -65,9 +65,8 @@ class SuffixDrafter:
     def reset(self) -> None:
         self._rows: dict[int, HeldRow] = {}
         self._answers: dict[bytes, PastAnswers] = {}
-        self._cached: deque[tuple[bytes, int]] = (
-            deque()
-        )  # group of each answer and tokens that are kept of it, the oldest first
+        # group of each answer and tokens that are kept of it, the oldest first
+        self._cached: deque[tuple[bytes, int]] = deque()
         self._num_tokens = 0  # of all of them
         self._waiting: deque[Iterator[None]] = deque()  # changes of the answers, in their order
 

@@ -74,9 +74,8 @@ def keep_spans(
         parts.setdefault(found.parameter, {}).setdefault(found.expert or 0, {})[found.row] = _span(source, found)
     kept = {}
     modules = list(model.layers.named_modules(prefix="layers"))
-    if (
-        model.head is not None and model.head.outputs * model.shard.tp_size == model.spec.vocab_size
-    ):  # no rank has padding
+    # no rank has padding
+    if model.head is not None and model.head.outputs * model.shard.tp_size == model.spec.vocab_size:
         modules.append(("head", model.head))
     for path, module in modules:
         name = f"{path}.weight"

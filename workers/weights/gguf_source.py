@@ -61,10 +61,8 @@ class GGUFTensorSource(Source):
         self._path, self.ggml_type = path, tensor.ggml_type
         self._neighbours = (0, 0)  # see Weight.neighbours
         self._is_log = False  # the file has minus the exponential
-        self._orders: tuple[Tensor | None, Tensor | None] = (
-            None,
-            None,
-        )  # of rows, of columns: which comes first, second, ...
+        # of rows, of columns: which comes first, second, ...
+        self._orders: tuple[Tensor | None, Tensor | None] = None, None
         self.shape = tuple(reversed(tensor.shape))
         self._block, block_bytes = _block(path, tensor.ggml_type)
         if not self.shape or not all(self.shape):

@@ -199,9 +199,8 @@ def _of_floats(
     wanted = (count, *known.shape[1:], rows)
     transposed = interleaved or source.shape == wanted
     if not transposed:
-        wanted = (
-            (count, rows, *known.shape[1:]) if source.shape == (count, rows, *known.shape[1:]) else wanted
-        )  # transformers 5
+        # transformers 5
+        wanted = (count, rows, *known.shape[1:]) if source.shape == (count, rows, *known.shape[1:]) else wanted
     if source.shape != wanted:
         raise ProcessFatal(f"tensor {name} has shape {source.shape}; it must have {wanted}")
     for expert, (nth, stem) in product(range(count), enumerate(names)):

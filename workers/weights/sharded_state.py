@@ -147,8 +147,7 @@ def main() -> None:
 
 def save_rank(config: MeshConfig, rank: int, folder: Path, max_bytes: int, load_model: Callable[..., Decoder]) -> None:
     """Loads on the CPU what this rank has, whatever device serves it, and saves it."""
-    resolved = config.resolved
-    assert resolved is not None
+    resolved = config.require_resolved()
     with torch.inference_mode():
         shard = Shard.of_worker(config.parallel, rank)
         given = resolved, torch.device("cpu"), config.model.seed or 0, lambda done, total: None, shard

@@ -120,8 +120,7 @@ def weights_plan(
     config: MeshConfig, device: torch.device, others: int, shard: Shard, cache_dtype: torch.dtype
 ) -> WeightsPlan:
     """What decides whether packed weights are decoded. others: see `memory.taken_by_others`."""
-    resolved, wanted = config.resolved, config.model.gguf_weights
-    assert resolved is not None
+    resolved, wanted = config.require_resolved(), config.model.gguf_weights
     if device.type != "cuda":
         return WeightsPlan(wanted, device.type, resolved.dtype == "float32", exact=config.model.cpu_exact)
     local = shard.local(resolved.spec)

@@ -115,9 +115,8 @@ class TransformersModel(Decoder):
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         ids, positions = batch.known_ids, batch.positions
-        if (
-            ids.is_cuda
-        ):  # while kernels are compiled ahead, nobody has written them, and torch would stop at what stands there
+        # while kernels are compiled ahead, nobody has written them, and torch would stop at what stands there
+        if ids.is_cuda:
             ids, positions = ids.clamp(0, self.spec.vocab_size - 1), positions.clamp(0, self._max_len - 1)
         own: Tensor | None = None
         if batch.vectors is not None and self.shard.is_first:

@@ -66,9 +66,8 @@ class Balancer:
         self._counts = torch.zeros(len(layers), experts.num_experts + 1, dtype=torch.int64, device=group.device)
         sender = 0 if same_rows else group.rank
         self.replicas = [Replicas(experts.num_experts, experts.numbers, sender, counts) for counts in self._counts]
-        self.slots: list[
-            list[int]
-        ] = []  # by layer: the expert of each slot, counted from the first of `experts.numbers`
+        # by layer: the expert of each slot, counted from the first of `experts.numbers`
+        self.slots: list[list[int]] = []
         self._moving = False
         self._num_steps = 0  # of the group
         self.asked = False  # to move experts before the next step of all
