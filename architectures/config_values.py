@@ -7,7 +7,6 @@ from typing import Any
 
 
 def words(names: str) -> frozenset[str]:
-    """A table of names."""
     return frozenset(names.split())
 
 
@@ -26,7 +25,6 @@ def integer(config: dict[str, Any], key: str, default: int | None = None) -> int
 
 
 def positive(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """An integer that is one or more."""
     value = integer(config, key, default)
     if value < 1:
         raise ValueError(f"{key} is {value}; it must be positive")

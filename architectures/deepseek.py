@@ -57,7 +57,6 @@ def deepseek_spec(config: dict[str, Any], architecture: str, moe: MoESpec) -> Mo
 
 
 def latent(config: dict[str, Any]) -> MLASpec:
-    """ValueError."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: positive(config, name) for name in names}
     sizes["q_lora_rank"] = 0 if config.get("q_lora_rank") in (None, 0) else positive(config, "q_lora_rank")

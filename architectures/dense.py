@@ -54,7 +54,6 @@ def dense_spec(config: dict[str, Any], architecture: str, rope: RopeSpec | None 
 
 
 def decoder_layers(count: int, kv_heads: int, head_dim: int, intermediate_size: int) -> Layers:
-    """So many layers that attend and have an MLP."""
     attention = Attention(num_key_value_heads=kv_heads, head_dim=head_dim)
     return Layers.alike(LayerSpec(attention=attention, mlp=MLP(intermediate_size=intermediate_size)), count)
 

@@ -48,7 +48,6 @@ def glm_weights(spec: ModelSpec, norms: weights.Norms = weights.PRE_NORMS) -> It
 
 
 def glm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
-    """MetadataError."""
     spec = partly_rotated(dense_gguf(metadata, architecture), metadata)
     fused = "blk.0.attn_qkv.bias" in metadata.shapes
     return replace(spec, attention_bias=spec.attention_bias or fused, output_bias=False)

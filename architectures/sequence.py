@@ -50,7 +50,6 @@ def encoder_spec(config: dict[str, Any], architecture: str, **more: Any) -> Mode
 
 
 def encoder_activation(config: dict[str, Any], key: str, default: str = "gelu") -> str:
-    """The function of the MLP. ValueError."""
     act = config.get(key) or default
     if not isinstance(act, str) or act not in ENCODER_ACTIVATIONS:
         raise ValueError(f"{key} {shown(act)} is not supported; supported: {', '.join(ENCODER_ACTIVATIONS)}")

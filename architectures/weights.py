@@ -130,7 +130,6 @@ def ungated_weights(spec: ModelSpec, wide: int, names: tuple[str, str, str] = ML
 
 
 def norm_weights(spec: ModelSpec, layer: LayerSpec, norms: Norms = PRE_NORMS, plus: float = 0.0) -> Iterator[Weight]:
-    """The norms of a layer, of its heads too."""
     head_dims = (layer.attention.head_dim,) if spec.qk_norm and layer.attention is not None else ()
     for name in ("q", "k") if head_dims else ():
         stem, gguf = f"self_attn.{name}_norm", f"attn_{name}_norm"

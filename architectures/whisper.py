@@ -37,7 +37,6 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    """Every tensor; keys have no bias anywhere."""
     hidden = spec.hidden_size
     yield from layer_norm_weights(spec)
     for layer in range(spec.num_hidden_layers):

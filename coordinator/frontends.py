@@ -84,7 +84,6 @@ class Frontends:
 
     @property
     def asleep(self) -> bool:
-        """Whether the workers of a rank sleep."""
         return any(one.tags for one in self._sleeping.values())
 
     def _reason(self) -> str:

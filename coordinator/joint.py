@@ -48,7 +48,6 @@ class JointGroup:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no rank steps."""
         return self.state is State.PAUSED
 
     # --- what happens ---

@@ -62,7 +62,6 @@ class Rank:
 
     @property
     def open(self) -> bool:
-        """Whether the rank takes requests."""
         return self.load is not None and self.load.serving and not self.retiring
 
     @property
@@ -134,7 +133,6 @@ class Rank:
         return prefill_weight * self.prefill_tokens + decode + KV_WEIGHT * self.kv_pressure**4
 
     def check(self) -> None:
-        """AssertionError when the sums are wrong."""
         entries = self.requests.values()
         assert self.prefill_tokens == sum(entry.prefill for entry in entries)
         assert self.decode_tokens == sum(entry.output for entry in entries)

@@ -113,7 +113,6 @@ class PrefixIndex:
             del self._chunks[rank], self._tokens[rank]
 
     def _drop(self, rank: int, chunks: "OrderedDict[int, int]") -> None:
-        """Forget a rank's least recently used chunk."""
         chunk, value = chunks.popitem(last=False)
         self._tokens[rank] -= _SIZES[value & 1]
         left = self._ranks[chunk] & ~(1 << rank)
@@ -123,7 +122,6 @@ class PrefixIndex:
             del self._ranks[chunk]
 
     def check(self) -> None:
-        """AssertionError when the tables disagree."""
         masks: dict[int, int] = {}
         for rank, chunks in self._chunks.items():
             times = [value >> 1 for value in chunks.values()]

@@ -80,7 +80,6 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        """Ranks that take requests."""
         return len(self._order)
 
     # --- choosing ---

@@ -17,8 +17,6 @@ MAX_BATCH_BYTES = 1 << 20  # a batch that has more takes no further rows: its fr
 
 
 class FrontendBatch:
-    """Rows in the order of arrival."""
-
     def __init__(self) -> None:
         self.handles: list[int] = []
         self.starts: list[int] = []

@@ -19,8 +19,6 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Decoder(Protocol):
-    """One stream's decode state."""
-
     def push(self, token: int) -> str:
         """The text that this token completes."""
         ...

@@ -181,7 +181,6 @@ class DetokenizerApp(App):
         self._grammars.submit(grammar, partial(self._core.is_wanted, encode.job), done)
 
     def _compiled(self, encode: Encode, found: Grammar | RequestError) -> None:
-        """Its grammar is compiled, or refused."""
         if isinstance(found, RequestError):
             self._encoded([Encoded(encode.job, error=found)])
         else:
@@ -240,7 +239,6 @@ class DetokenizerApp(App):
                 self._do(Received(to, self._mesh.incarnation_of(to), refused))
 
     def _encode_waiting(self) -> None:
-        """Encodes in a thread until nothing waits."""
         while self._to_encode:
             events: list[Encoded] = []
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -249,7 +247,6 @@ class DetokenizerApp(App):
             self._mesh.call_soon_threadsafe(self._encoded, events)
 
     def _encode_large(self, encode: Encode) -> None:
-        """Encodes in a thread for large prompts."""
         self._mesh.call_soon_threadsafe(self._encoded, [self._encode(encode)])
 
     def _encode(self, encode: Encode) -> Encoded:

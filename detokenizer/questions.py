@@ -107,7 +107,6 @@ class QuestionThread:
             self._thread.submit(self._answer, question, *self._model)
 
     def _answer(self, question: Question, encoder: Encoder, core: Detokenizer) -> None:
-        """Called in the thread."""
         message = question.message
         reply: Reply
         try:

@@ -212,7 +212,6 @@ class StructuralTag:
 
 
 def _of_structures(given: dict[str, Any]) -> dict[str, Any]:
-    """The older form, as a format."""
     tags = []
     for tag in _list(given, "structures", 1):
         begin, end, schema = _string(tag, "begin"), _string(tag, "end"), tag.get("schema")
@@ -237,7 +236,6 @@ def _string(part: Any, name: str) -> str:
 
 
 def _flag(part: dict[str, Any], name: str) -> bool:
-    """False where it is not given."""
     if not isinstance(value := part.get(name), bool | None):
         raise GrammarError(f"{name} must be true or false")
     return value is True

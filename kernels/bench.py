@@ -27,7 +27,6 @@ def _device() -> torch.device:
 
 
 def measured(op: Op, case: Case, *, tiles: bool) -> dict[str, Any]:
-    """One case."""
     launch = op.make(torch.bfloat16, _device(), *case)
     us = microseconds(launch.run) / launch.copies
     line: dict[str, Any] = {"kernel": op.name, "case": [str(one) for one in case], "us": round(us, 2)}

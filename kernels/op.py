@@ -59,12 +59,10 @@ class Op(NamedTuple):
 
 
 def names() -> list[str]:
-    """The operations that have records."""
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py"))
 
 
 def records(name: str) -> tuple[Op, ...]:
-    """The records of one operation."""
     found: tuple[Op, ...] = import_module(f"meshlm.kernels.{name}.op").OPS
     return found
 

@@ -96,7 +96,6 @@ def by_key(entries: Iterable[Table]) -> dict[tuple[Any, ...], list[list[Any]]]:
 
 
 def key_of(entry: Table) -> tuple[Any, ...]:
-    """The key of an entry for a product."""
     return tuple(entry[name] for name in KEYS if name in entry)
 
 
@@ -125,7 +124,6 @@ def added(op: str, key: tuple[Any, ...]) -> Table | None:
 
 
 def all_added(op: str) -> dict[tuple[Any, ...], Table]:
-    """All of an operation, by key."""
     return _added.get(op, {})
 
 

@@ -32,7 +32,6 @@ def find_extra(extras: Iterable[ExtraKind], kind: type[Kind]) -> Kind | None:
 
 
 def generates(extras: Iterable[ExtraKind]) -> bool:
-    """Whether the request gets output tokens."""
     return all(extra.generates for extra in extras)
 
 

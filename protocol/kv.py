@@ -72,7 +72,6 @@ class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return 0
 
     def tokens_of_page(self, block_size: int) -> int:
-        """Tokens whose keys and values a page has."""
         return block_size
 
     def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
@@ -98,11 +97,9 @@ class SlidingWindow(KVPolicy, frozen=True, tag="sliding"):
     event_kind: ClassVar[str] = "sliding_window"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """Those of the window."""
         return _blocks_of_span(self.window, block_size, num_tokens, step_tokens)
 
     def first_seen(self, position: int) -> int:
-        """The first token of the window."""
         return position - self.window + 1
 
 
@@ -114,11 +111,9 @@ class ChunkedAttention(KVPolicy, frozen=True, tag="chunked"):
     event_kind: ClassVar[str] = "chunked_local_attention"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """Those of the chunk."""
         return _blocks_of_span(self.chunk, block_size, num_tokens, step_tokens)
 
     def first_seen(self, position: int) -> int:
-        """The first token of the chunk."""
         return position // self.chunk * self.chunk
 
 
@@ -143,7 +138,6 @@ class EncoderOnly(KVPolicy, frozen=True, tag="encoder"):
     event_kind: ClassVar[str] = "encoder_only_attention"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """None."""
         return 0
 
 
@@ -158,15 +152,12 @@ class CrossAttention(KVPolicy, frozen=True, tag="cross"):
     fills: ClassVar[Literal["attention", "cross", "state"]] = "cross"
 
     def num_held(self, block_size: int, num_tokens: int, step_tokens: int = 1) -> int:
-        """The one page."""
         return 1
 
     def fresh_rows(self, block_size: int, begin: int, end: int, num_computed: int) -> Sequence[int]:
-        """The first alone."""
         return [0] if begin == 0 else []
 
     def tokens_of_page(self, block_size: int) -> int:
-        """Those of the encoder."""
         return self.length
 
     def shape(self, num_heads: int, head_dim: int, num_pages: int, block_size: int) -> tuple[int, ...]:
@@ -223,7 +214,6 @@ class RecurrentState(KVPolicy, frozen=True, tag="state"):
 
     @property
     def checkpoint_blocks(self) -> int:
-        """`every`, unless there are none."""
         return 0 if self.mode == "none" else self.every
 
     def _is_place(self, block: int) -> bool:

@@ -92,7 +92,6 @@ class StateSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution."""
         return self.inner + (2 * self.n_groups * self.state_size if self.kind in ("mamba2", "gated_delta_net") else 0)
 
 
@@ -141,7 +140,6 @@ class LayerSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_cache(self) -> bool:
-        """Whether this layer keeps keys and values."""
         return self.attention is not None and self.cache_of is None
 
     @property

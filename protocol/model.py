@@ -219,7 +219,6 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def num_hidden_layers(self) -> int:
-        """How many layers there are."""
         return len(self.layers)
 
     @property
@@ -278,7 +277,6 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         return next((layer.experts for layer in self.layers if layer.experts), None)
 
     def rope_of(self, attention: Attention) -> RopeSpec:
-        """The rotation of a layer that attends so."""
         return self.sliding_rope if self.sliding_rope is not None and attention.slides else self.rope
 
     def with_layers(self, change: Callable[[LayerSpec], LayerSpec], which: Iterable[bool] = ()) -> "ModelSpec":

@@ -46,7 +46,6 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def scores_by(self) -> PoolingTask:
-        """The task that compares two texts."""
         return next(task for task in ("classify", "embed", "token_embed", "token_classify") if task in self.tasks)
 
     def pool(self, task: PoolingTask, *, activation: bool | None = None, dimensions: int = 0) -> Pool:

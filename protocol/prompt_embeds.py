@@ -37,7 +37,6 @@ class PromptEmbeds(ExtraKind, frozen=True, tag="embeds", omit_defaults=True):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of one vector."""
         return len(self.data) // max(1, sum(count for _, count in self.spans))
 
     def parts(self, begin: int, end: int) -> list[tuple[int, int, int]]:

@@ -111,7 +111,6 @@ class ApiKeys:
         return cls(server.api_key, server.api_key_file, server.admin_api_key, admin_is_open=server.is_local)
 
     def __bool__(self) -> bool:
-        """Whether one is asked for, for inference."""
         return self._asks
 
     @property

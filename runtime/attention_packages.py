@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 
 class AttentionPackage(NamedTuple):
-    """A package that --attention-backend may name."""
-
     flag: str  # as vLLM names it
     module: str
     install: str

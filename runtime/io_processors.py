@@ -47,8 +47,6 @@ def known(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def make(name: str, config: MeshConfig, environment: Mapping[str, str]) -> IOProcessor:
-    """The plug-in of this name. PluginError."""
-
     def register(name: str, found: Any) -> None:
         if not (isinstance(found, type) and issubclass(found, IOProcessor)):
             raise TypeError("a class of IOProcessor is expected")

@@ -45,8 +45,6 @@ class Platform:
 
 
 class Cpu(Platform):
-    """This host's cores."""
-
     name, engine = "cpu", "meshlm.workers.engine.make:worker_engine"
     attention_backends = ("cpu", "torch")
     kernel_caches = ("XDG_CACHE_HOME",)

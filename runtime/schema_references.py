@@ -190,7 +190,6 @@ def _uri_of(subschema: Mapping[str, Any], uri: str) -> str:
 
 
 def _joined(uri: str, reference: str) -> str:
-    """A URI, read against another one."""
     if reference.startswith("#"):  # also of a URN, against which nothing else can be read
         return uri + reference
     try:

@@ -54,7 +54,6 @@ def load(context: ssl.SSLContext, server: ServerConfig) -> None:
 
 
 def files(server: ServerConfig) -> tuple[str, ...]:
-    """The files that `load` reads."""
     return tuple(filter(None, (server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certs)))
 
 

@@ -24,7 +24,6 @@ def planned(counts: Counts, duration_ns: int) -> None:
 
 
 def gauge(counts: Counts, kv: KVCache, running: list[Request], waiting: list[Request]) -> None:
-    """Brings the gauges up to date."""
     gauges = counts.gauges
     deferred = sum(1 for r in waiting if r.waits is Wait.EXTRAS)
     gauges["num_requests_waiting_by_reason"] = {"capacity": len(waiting) - deferred, "deferred": deferred}

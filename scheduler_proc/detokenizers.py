@@ -27,7 +27,6 @@ class Detokenizers:
         self._early: list[Assign] = []
 
     def one_object(self, identity: Identity) -> Identity:
-        """The one object of this identity."""
         return self._objects.setdefault(identity, identity)
 
     def reach_of(self, assign: Assign) -> Reach:

@@ -29,7 +29,6 @@ class DraftBudget:
         self._row_credit_s = self._time_credit_s = 0.0  # what probes may cost
 
     def begin(self, row: int) -> None:
-        """Another request has the row."""
         self.acceptance.begin(row)
         self._idle[row] = 0
 

@@ -46,7 +46,6 @@ class LoadReporter:
         self.graphs, self.answers = self._graphs, 0
 
     def asked(self, number: int) -> None:
-        """A Load is due now."""
         self.answers = number
         self.tell_all()
 

@@ -55,7 +55,6 @@ class Outbox:
             request.prompt_logprobs = []
 
     def end(self, row: int, request: Request, reason: FinishReason, stop_token_id: int = -1) -> None:
-        """The request ends with this row."""
         ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
         self.ended.append(Ended(row, reason, stop_token_id, preempted_us=ago_us))
 
@@ -85,8 +84,6 @@ class Outbox:
 
 
 class Output:
-    """All detokenizers' rows of one event."""
-
     def __init__(self, now_ns: int, dp_rank: int) -> None:
         self.now_ns, self.dp_rank = now_ns, dp_rank
         self.boxes: dict[Identity, Outbox] = {}
@@ -129,7 +126,6 @@ class Output:
         kind: ErrorKind = ErrorKind.INTERNAL,
         param: str = "",
     ) -> None:
-        """A terminal row without new tokens."""
         box = self.outbox_of(request.detokenizer)
         row = box.row(request.work.handle, len(request.tokens) - request.num_prompt, ())
         ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
@@ -141,7 +137,6 @@ def _num_bytes(columns: LogprobColumns) -> int:
 
 
 def position_columns(columns: LogprobColumns, nth: int) -> LogprobColumns:
-    """The columns of one position alone."""
     one, top = slice(4 * nth, 4 * nth + 4), slice(4 * nth * columns.width, 4 * (nth + 1) * columns.width)
     return LogprobColumns(
         columns.width, columns.logprobs[one], columns.ranks[one], columns.top_ids[top], columns.top_logprobs[top]

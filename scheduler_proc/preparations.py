@@ -34,7 +34,6 @@ class Preparations:
             preparation.missing = set(self._workers)
 
     def add(self, request: Request) -> None:
-        """A request came."""
         for extra in request.work.extras:
             if extra.is_prepared:
                 preparation = self._by_extra.get(extra) or self._begun(extra)
@@ -49,7 +48,6 @@ class Preparations:
         return preparation
 
     def remove(self, request: Request) -> None:
-        """A request ended."""
         for preparation in request.preparations:
             preparation.requests.discard(request)
             if not preparation.requests:

@@ -125,7 +125,6 @@ class RequestTable:
         self.load.ended.append(request.work.request_id)
 
     def abort(self, request_ids: Collection[RequestId]) -> None:
-        """Nobody waits for these requests any more."""
         for request_id in request_ids:
             if (request := self.by_id.get(request_id)) is not None:
                 self.drop(request)

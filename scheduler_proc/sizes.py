@@ -15,7 +15,6 @@ BIAS_BYTES = 14  # an id and a float in msgpack; an id alone takes five
 
 
 def new_row_bytes(request: Request) -> int:
-    """The bytes of a NewRow, at most."""
     params = request.work.sampling
     ids = len(params.logit_bias) + len(params.allowed_token_ids) + len(params.stop_token_ids)
     listed = BIAS_BYTES * (ids + len(params.eos_token_ids))

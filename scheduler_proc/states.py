@@ -96,12 +96,10 @@ class RankState:
 
     @property
     def serves(self) -> bool:
-        """Whether all workers can step."""
         return self.session is Session.SERVING
 
     @property
     def plans(self) -> bool:
-        """Whether steps may be planned."""
         return self.serves and self.planning in (Planning.RUNNING, Planning.DRAINING)
 
     @property

@@ -97,8 +97,6 @@ class Curve:
 
 
 class StepTimes:
-    """The curves of one rank."""
-
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
         self._curves: dict[int, Curve] = {}

@@ -34,7 +34,6 @@ class Trial:
         self._of = request
 
     def next(self) -> Request | None:
-        """The suspect whose turn is next."""
         if not self._waiting:
             return None
         self._waiting = [one for one in self._waiting if one.state in WAITS and one.is_suspect(self._max_crashes)]

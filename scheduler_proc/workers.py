@@ -37,7 +37,6 @@ class Workers:
         return self.sleeping is not None and bool(self.sleeping.tags)
 
     def up(self, worker: Identity, incarnation: Incarnation, now: float) -> list[Send]:
-        """It can be reached."""
         self._incarnations[worker] = incarnation
         return self.begin(now)
 
@@ -106,6 +105,5 @@ class Workers:
             self._answered()
 
     def _answered(self) -> None:
-        """A worker has answered the Reset."""
         if len(self._ready) + len(self._asleep) == len(self.all):
             self.rank.move_session(Session.ASLEEP if self._asleep else Session.SERVING)

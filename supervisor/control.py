@@ -30,8 +30,6 @@ SAME = ("pid", "incarnation", "state", "restarts", "phase", "rss_bytes", "sent")
 
 
 class ProcessStatus(Struct, frozen=True):
-    """One row of `meshlm status`."""
-
     role: str
     index: int
     pid: int

@@ -60,7 +60,6 @@ class Refused(Exception):
 
 
 def first_difference(recorded: Sequence[int], now: Sequence[int]) -> Difference | None:
-    """None where the token ids are equal."""
     pairs = list(itertools.zip_longest(recorded, now))
     differing = [index for index, (one, other) in enumerate(pairs) if one != other]
     return Difference(differing[0], *pairs[differing[0]], len(differing) - 1) if differing else None
@@ -114,7 +113,6 @@ class Replay:
         self._server, self._ended = server, ended or threading.Event()
 
     def outcomes(self, sequences: Iterator[RecordedSequence]) -> Iterator[tuple[RecordedSequence, Outcome]]:
-        """In the order of the sequences."""
         with ThreadPoolExecutor(CONCURRENT, "replay") as pool:
             while some := list(itertools.islice(sequences, CONCURRENT)):
                 yield from zip(some, pool.map(self._outcome, some), strict=True)

@@ -343,7 +343,6 @@ class WorkerApp:
         return SocketExchange(self._mesh.config.run.run_dir, group, self._mesh.identity.index)
 
     def _answer(self, engine: Engine, reset: Reset) -> None:
-        """All steps before the Reset are launched."""
         self._counts = GraphCounts()  # the scheduler may be a new one
         facts = engine.facts
         resolved = self._mesh.config.require_resolved()

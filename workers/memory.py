@@ -51,7 +51,6 @@ def draft_lines(config: MeshConfig, budget: int, layout: KVLayout) -> int:
 
 
 def num_draft_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
-    """Pages of the states of these lines."""
     return draft_lines(config, budget, layout) * len(layout.state_groups)
 
 
@@ -115,7 +114,6 @@ def profile(
 
 
 def _gpu() -> tuple[int, int]:
-    """Bytes free, bytes in all."""
     return torch.cuda.mem_get_info()
 
 

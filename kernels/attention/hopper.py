@@ -303,7 +303,6 @@ def prefill(
     qkv: Tensor,
     fewest: int = 1,
 ) -> None:
-    """As prefill.py's."""
     tokens, heads, dim = query.shape
     blocks, page, kv_heads, _ = keys.shape
     rows, width = blocks * page, kv_heads * dim

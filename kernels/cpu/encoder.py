@@ -64,8 +64,6 @@ def takes(shape: EncoderShape) -> bool:
 
 
 class EncoderLayers:
-    """The layers of a model."""
-
     def __init__(self, weights: Sequence[EncoderWeights], shape: EncoderShape) -> None:
         self._weights, self._shape = weights, shape  # keeps what is pointed at
         self._table = torch.tensor([[tensor.data_ptr() for tensor in layer] for layer in weights], dtype=torch.long)

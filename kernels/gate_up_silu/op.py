@@ -30,7 +30,6 @@ QUICK_ROWS = [1024, 2048, 4096, 8192]
 
 
 def ways(case: core.Case, setting: Setting, weights: Callable[[int, int], list[Tensor]], most: int) -> Ways:
-    """Beside the product and the gate."""
     outputs, inputs = case.key
     make: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
     x = torch.randn(case.rows, inputs, **make)

@@ -71,7 +71,6 @@ def encoded(plan: Plan) -> tuple[int, ...]:
 
 
 def decoded(numbers: Sequence[int]) -> Plan:
-    """See `encoded`."""
     kind = KINDS[numbers[0]]
     gate, down = (_shape(kind, numbers[begin : begin + WIDEST]) for begin in (1, 1 + WIDEST))
     return Plan(kind, gate, down)

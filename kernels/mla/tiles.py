@@ -85,7 +85,6 @@ def warm_sizes(heads: int, most: int, device: torch.device) -> list[int]:
 
 
 def prefill_tile() -> PrefillTile:
-    """The tile of absorbed queries over pages."""
     return PrefillTile(**_table()["prefill"])
 
 

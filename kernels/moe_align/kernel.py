@@ -126,7 +126,6 @@ def _place(
 
 
 def most_tiles(entries: int, num_experts: int, block: int) -> int:
-    """Tiles that there may be."""
     return (entries + min(entries, num_experts) * (block - 1)) // block
 
 

@@ -20,7 +20,6 @@ class Order(NamedTuple):
 
 
 def num_rows(plan: Plan, rows: int, num_topk: int, num_experts: int) -> int:
-    """Rows between gate and down."""
     if plan.kind == "few":
         return rows * num_topk
     return most_tiles(rows * num_topk, num_experts, plan.block_m) * plan.block_m

@@ -99,7 +99,6 @@ class ExpertWeight(NamedTuple):
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def of_expert(self, number: int) -> "ExpertWeight":
-        """One expert's weight [outputs, inputs]."""
         return self.of_tensors({name: tensor[number] for name, tensor in self.tensors().items()})
 
     def of_tensors(self, tensors: Mapping[str, Tensor]) -> "ExpertWeight":
@@ -108,7 +107,6 @@ class ExpertWeight(NamedTuple):
 
 
 def concatenate(weights: list[ExpertWeight]) -> ExpertWeight:
-    """The weights of all these experts."""
     first = weights[0]
     return first.of_tensors({name: torch.cat([each.tensors()[name] for each in weights]) for name in first.tensors()})
 
@@ -168,7 +166,6 @@ def _dtype_of_scales(pairs: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def format_of_blocks(ggml_type: int) -> Format:
-    """The format that `of_blocks` gives."""
     return of_blocks(torch.zeros(1, LAYOUTS[ggml_type].bytes, dtype=torch.uint8), ggml_type, torch.float16).format
 
 

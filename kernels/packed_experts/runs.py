@@ -77,7 +77,6 @@ class Runs:
             layers.gate(plan, self.x, self.gate_up, choice, given, self._inner[: self._count(plan)])
 
     def down(self, plan: Plan) -> None:
-        """The same for the second ones."""
         for choice in self.choices:
             self._down_of(plan, choice, layers.order(plan, choice, self.layer.experts))
 

@@ -28,7 +28,6 @@ def outputs_for(x: Tensor, weight: PackedWeight, splits: int) -> Tensor:
 
 
 def constants(weight: PackedWeight) -> dict[str, object]:
-    """What kernels are compiled for."""
     return {
         "INPUTS": weight.inputs, "OUTPUTS": weight.outputs, "CHUNKS": weight.low.shape[1] // PLANE, "BITS": weight.bits,
         "GROUP": weight.group, "ZERO": float(weight.zero), "ZEROS": weight.zeros is not None, "MINIMA": weight.minima is not None,

@@ -157,7 +157,6 @@ def takes(weight: PackedWeight) -> bool:
 
 
 def parts(x: Tensor, weight: PackedWeight, shape: Shape, bias: Tensor | None = None) -> Tensor:
-    """See `meshlm.kernels.packed_gemm.gemv.parts`."""
     chunks = weight.low.shape[1] // PLANE
     assert shape.splits == 1 or bias is None
     out = outputs_for(x, weight, shape.splits)

@@ -31,7 +31,6 @@ class Store:
         self._name = f"{name_of(made_by['gpu']['name'])}.json"
 
     def path(self, op: str) -> Path:
-        """The file of an operation."""
         return self.folder / op / "tables" / self._name
 
     def load(self) -> list[tuple[str, Table]]:

@@ -53,7 +53,6 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def workers_per_rank(self) -> int:
-        """The number of workers of one scheduler."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def nodes_of(self, rank: int) -> range:

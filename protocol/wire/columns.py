@@ -25,15 +25,12 @@ def unpack_i32(column: bytes) -> memoryview:
 
 
 def ints(column: bytes) -> list[int]:
-    """The column as a list of int."""
     return unpack_i32(column).tolist()
 
 
 def pack_f32(values: Iterable[float]) -> bytes:
-    """float32 column."""
     return array("f", values).tobytes()
 
 
 def unpack_f32(column: bytes) -> "memoryview[float]":
-    """float32 view of a column."""
     return memoryview(column).cast("f")

@@ -67,7 +67,6 @@ class BeamSearch(Generic[T]):
         self.num_left -= 1
 
     def best(self) -> list[Beam[T]]:
-        """The best of all, `width` at most."""
         return sorted([*self._completed, *self.beams], key=self._score, reverse=True)[: self._width]
 
     def _score(self, beam: Beam[T]) -> float:

@@ -163,7 +163,6 @@ class Placement:
 
     @property
     def has_queue(self) -> bool:
-        """Whether choices wait for the end of others."""
         return bool(self._queue) or self._room is not None
 
     def refused(self) -> None:
@@ -193,7 +192,6 @@ class Placement:
         return self._told_to if told else None
 
     def forget(self, choice: Choice) -> None:
-        """It waits no more."""
         if self.knows_of(choice) is not None:
             self._queue.popleft()
             self._told_to, self._num_told = None, 0

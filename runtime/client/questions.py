@@ -30,8 +30,6 @@ class Question:
 
 
 class Questions:
-    """All open questions of one client."""
-
     asker = Identity(Role.FRONTEND)
     max_deaths = MAX_DEATHS  # of its detokenizers, after which a question is given up
 

@@ -31,8 +31,6 @@ class EngineCounts:
 
 
 class RequestTracker:
-    """All open choices of one client."""
-
     max_deaths = MAX_DEATHS  # of its detokenizers, after which a request is given up
 
     def __init__(self, *, patient: bool = False) -> None:

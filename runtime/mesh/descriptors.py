@@ -33,7 +33,6 @@ def max_sockets(me: Identity, config: MeshConfig) -> int:
 
 
 def context(me: Identity, config: MeshConfig) -> "zmq.Context[zmq.Socket[bytes]]":
-    """A ZeroMQ context for them."""
     found: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     found.set(zmq.MAX_SOCKETS, min(max_sockets(me, config), int(found.get(zmq.SOCKET_LIMIT))))
     return found

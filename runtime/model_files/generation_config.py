@@ -123,7 +123,6 @@ def _override(text: str) -> dict[str, Number]:
 
 
 def _defaults(settings: dict[str, Any], where: str) -> dict[str, Number]:
-    """The sampling defaults among these settings."""
     found = {name: settings[name] for name in RANGES if settings.get(name) is not None}
     for name, value in found.items():
         low, high, closed = RANGES[name]

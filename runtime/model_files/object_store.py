@@ -60,16 +60,13 @@ class RemotePath:
         return bool(self.system.isfile(str(self.path)))
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """The files in it."""
         found = self.system.find(str(self.path), maxdepth=1, detail=True)
         return (RemotePath(self.url, self.system, PurePosixPath(path), int(at["size"])) for path, at in found.items())
 
     def glob(self, pattern: str) -> Iterator["RemotePath"]:
-        """Files in it whose name matches."""
         return (file for file in self.iterdir() if fnmatch.fnmatch(file.name, pattern))
 
     def stat(self) -> os.stat_result:
-        """Its size is all that is known."""
         size = self.size or int(self.system.size(str(self.path)))
         return os.stat_result((0, 0, 0, 0, 0, 0, size, 0, 0, 0))
 

@@ -46,11 +46,9 @@ class Counts:
         self.gauges: dict[str, dict[str, float]] = {name: {} for name, one in table.items() if one.kind == "gauge"}
 
     def add(self, name: str, label: str = "", amount: float = 1) -> None:
-        """Counts up."""
         self._counters[name][label] += amount
 
     def told(self) -> ProcessCounts:
-        """All counts as of now."""
         return ProcessCounts(
             {name: dict(counts) for name, counts in self._counters.items() if counts},
             {name: dict(values) for name, values in self.gauges.items() if values},

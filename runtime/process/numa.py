@@ -35,7 +35,6 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def nodes(root: Path = NODES) -> dict[int, set[int]]:
-    """The CPUs of each NUMA node of this host."""
     found = {}
     for folder in sorted(root.glob("node[0-9]*")):
         text = (folder / "cpulist").read_text("ascii").strip()

@@ -66,7 +66,6 @@ class App(Protocol):
         return
 
     async def stop(self) -> None:
-        """Release everything."""
         return
 
 
@@ -151,7 +150,6 @@ def _dump_stacks_on_request(run_dir: Path, identity: Identity) -> None:
 
 
 async def _first(*futures: "asyncio.Future[Any]") -> None:
-    """Wait until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 

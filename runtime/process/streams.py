@@ -54,7 +54,6 @@ class LogWriter:
         return os.isatty(self._descriptor)
 
     def wait(self, limit_s: float) -> None:
-        """Waits until all is written."""
         if (thread := self._thread) is not None:
             thread.join(limit_s)
 
@@ -191,8 +190,6 @@ def as_json(line: str, process: str) -> str:
 
 
 class JsonLines(io.TextIOBase):
-    """Text as JSON, line by line."""
-
     def __init__(self, out: TextIO, process: str) -> None:
         self._out, self._process, self._begun = forgiving(out), process, ""
 

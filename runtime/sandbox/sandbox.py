@@ -179,7 +179,6 @@ class Sandbox:
             self._end()
 
     def __del__(self) -> None:
-        """Nobody can ask any more."""
         self._end()
 
     def _end(self) -> None:

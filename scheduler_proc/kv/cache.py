@@ -261,7 +261,6 @@ class KVCache:
                     self.pool.free(pages)
 
     def free(self, request: Request) -> None:
-        """It ends, or waits again."""
         if self._sending:
             self._sending = [one for one in self._sending if one[0] is not request]
         self.pool.free(self._held(request))

@@ -26,7 +26,6 @@ class Kind:
         return self._first_bytes[block_hash[0]] + block_hash[1:] if self.number else block_hash
 
     def keys(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
-        """The keys of several blocks."""
         return [self.key(block_hash) for block_hash in hashes] if self.number else hashes
 
     def first_needed(self, num_computed: int) -> int:

@@ -104,7 +104,6 @@ class BlockPool:
         return sum(map(self._ghosts.__contains__, keys))
 
     def states(self) -> dict[str, float]:
-        """Pages by state, for /metrics."""
         return {"used": self.num_blocks - self.num_free, "cached": len(self._reusable), "empty": len(self._fresh)}
 
     def _evict(self, key: bytes) -> None:

@@ -40,7 +40,6 @@ class Residency:
                 uses.append(self.now_ns)
 
     def evicted(self, block: BlockId) -> None:
-        """What it held is no longer found."""
         if (born := self._born.pop(block, None)) is None:
             return
         uses = list(self._uses.pop(block))

@@ -113,7 +113,6 @@ class Background:
 
     def _end(self) -> None:
         async def settle() -> None:
-            """Waits until cancelled tasks have cleaned up."""
             if tasks := asyncio.all_tasks() - {asyncio.current_task()}:
                 await asyncio.wait(tasks, timeout=STOP_S)
 

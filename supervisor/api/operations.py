@@ -28,7 +28,6 @@ class Operator:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, at whatever level."""
         return self._paused or bool(self._state.tags)
 
     async def sleep(self, level: int, mode: str) -> None:

@@ -198,7 +198,6 @@ class Vectors:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """See `LLM.score`."""
         refuse(lora_request=lora_request)
         if chat_template is not None:
             text = "pairs are put together by the tokenizer; write the texts as the model wants them"

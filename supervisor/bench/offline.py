@@ -131,7 +131,6 @@ def run_throughput(arguments: argparse.Namespace) -> int:
 
 
 def _check_throughput(arguments: argparse.Namespace) -> None:
-    """UsageError names the flag."""
     arguments.dataset_path = arguments.dataset_path or arguments.dataset
     if arguments.dataset_name is None:
         arguments.dataset_name = "sharegpt" if arguments.dataset_path else "random"
@@ -145,7 +144,6 @@ def _check_throughput(arguments: argparse.Namespace) -> None:
 
 
 def _measure_throughput(llm: LLM, arguments: argparse.Namespace, seed: int) -> tuple[float, list[RequestOutput]]:
-    """Seconds, and what came."""
     samples = serve_flags.samples(arguments, _Texts(llm), llm.vocab_size, seed, as_text=False)
     data.check_fits(samples, llm.max_model_len)
     if arguments.num_warmups:

@@ -38,7 +38,6 @@ class Target(NamedTuple):
     is_chat: bool
 
     async def measured(self, sample: Sample, request_id: str) -> Measured:
-        """An error is a result too."""
         measured = Measured(start=time.perf_counter(), prompt_len=sample.prompt_len)
         try:
             await self._send(sample, request_id, measured)

@@ -136,7 +136,6 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """UsageError names the flag."""
     arguments.endpoint = arguments.endpoint or ENDPOINTS.get(arguments.backend, "/v1/completions")
     at_least(1, arguments, "vocab_size", "max_concurrency", "sharegpt_output_len", "hf_output_len")
     at_least(1, arguments, "sonnet_input_len", "sonnet_output_len")

@@ -270,7 +270,6 @@ class _Sweep:
 
     @contextmanager
     def _server(self, command: list[str]) -> Iterator[str]:
-        """Its address, once it is ready."""
         host, port = address(command)
         ask = f"http://{host}:{port}"
         if _healthy(ask):

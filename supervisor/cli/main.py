@@ -150,7 +150,6 @@ def asked_help(words: Sequence[str]) -> str | None:
 
 
 def plain_help(words: Sequence[str]) -> list[str]:
-    """--help=all as --help."""
     return ["--help" if word.startswith("--help=") else word for word in words]
 
 

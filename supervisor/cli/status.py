@@ -201,7 +201,6 @@ class Follower:
         self._position = self._inode = 0
 
     def new(self) -> Iterator[Event]:
-        """What was written since the last call."""
         if self._file < 0 and not self._open():
             return
         yield from self._rest()

@@ -68,7 +68,6 @@ class Server(NamedTuple):
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which server is asked."""
     parser.add_argument("--url", help="of the server, instead of --host and --port: http://localhost:8000/v1")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

@@ -60,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _history(server: terminal.Server) -> tuple[NewsView, ...]:
-    """The news until now. StartError."""
     with server.request("GET", "/dashboard/history", timeout_s=SILENCE_S) as response:
         return msgspec.json.decode(response.read(), type=History).news
 

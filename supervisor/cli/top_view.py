@@ -48,7 +48,6 @@ class Screen:
                 self._news.append(one)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Once, and not in place."""
         self.add(snapshot.news)
         for line in view(snapshot, self._server, self._news):
             self._console.print(line, soft_wrap=True)

@@ -78,7 +78,6 @@ def _profile(run_dir: Path, *, start: bool) -> list[str]:
 
 
 def _wait(run_dir: Path, request: dict[str, object]) -> dict[str, Any]:
-    """The answer, once it says that all is done."""
     while not (told := _ask(run_dir, request))["done"]:
         time.sleep(POLL_S)
     return told

@@ -76,7 +76,6 @@ def mesh_keys(path: str) -> Finding:
 
 
 def cache(variable: str) -> Finding:
-    """Where compiled kernels are kept."""
     _, why = children.for_workers({"XDG_CACHE_HOME": "cpu", "TRITON_CACHE_DIR": "cuda"}[variable], os.environ)
     name = f"cache ({variable})"
     if why:
@@ -85,7 +84,6 @@ def cache(variable: str) -> Finding:
 
 
 def downloads() -> Finding:
-    """Where models of the hub are kept."""
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     folder = Path(os.environ.get("HF_HOME") or usual).expanduser()
     there = next(above for above in (folder, *folder.absolute().parents) if above.exists())

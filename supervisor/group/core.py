@@ -163,7 +163,6 @@ class Group:
 
     @property
     def changing(self) -> bool:
-        """Some are on trial or leave."""
         return any(process.on_trial or process.leaves_at is not None for process in self.processes.values())
 
     def _add(self, identities: Iterable[Identity], now: float) -> list[Effect]:
@@ -195,7 +194,6 @@ class Group:
         return [events.Changed(failure)]
 
     def _withdraw(self, words: str, now: float) -> list[Effect]:
-        """Take away all that are on trial."""
         self._failure = words
         effects: list[Effect] = []
         for process in [process for process in self.processes.values() if process.on_trial]:

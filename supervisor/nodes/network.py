@@ -96,7 +96,6 @@ class Head:
         """It asks to join."""
 
     def died(self, died: edge.Died, besides: Identity | None = None) -> None:
-        """Tell all nodes of a death."""
         for peer, node in self._nodes.joined.items():
             if peer != besides and not node.lost:
                 self._own.send(peer, died)
@@ -207,7 +206,6 @@ class Guest:
             self._own.fail(f"--join {self._node.head}: the head did not answer in time (--startup-timeout)")
 
     def missing(self) -> str:
-        """The head knows."""
         return ""
 
     def ended(self) -> None:

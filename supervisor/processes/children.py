@@ -167,7 +167,6 @@ class Child:
             loop.add_reader(self._text, self._read_text, loop)
 
     def _read_text(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Pass on what it wrote, as JSON."""
         try:
             data = os.read(self._text, 1 << 16)
         except BlockingIOError:

@@ -46,7 +46,6 @@ class Incarnations:
         self._ending = False
 
     def of(self, identity: Identity) -> Child | None:
-        """The incarnation that is in that place now."""
         return self._children.get(identity)
 
     def pids(self) -> dict[Identity, int]:

@@ -70,7 +70,6 @@ def mesh_status(
 
 
 def for_frontend(status: MeshStatus, news: Iterable[News]) -> MeshProcesses:
-    """The same for the dashboard."""
     now = time.time()
     processes = tuple(row.report(now) for row in status.processes)
     return MeshProcesses(processes, tuple(one.report(now) for one in status.standbys), tuple(news), status.missing)

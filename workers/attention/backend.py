@@ -53,8 +53,6 @@ class Backend(Protocol):
 
 
 class TorchBackend:
-    """The reference: correct everywhere."""
-
     name, graphs, fp8 = "torch", False, True
 
     def unsupported(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> str:

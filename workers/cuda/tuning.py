@@ -87,7 +87,6 @@ class Tuner:
         self._mode, self._store, self._ranks, self._clock = mode, store, ranks, clock
 
     def use_kept(self) -> None:
-        """Have the choices of earlier starts used."""
         tables.forget(all_of_it=True)
         if self._mode != "off":
             tables.add(self._ranks.shared(self._store.load() if self._store else []))

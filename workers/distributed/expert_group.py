@@ -79,13 +79,11 @@ class ExpertGroup:
         self._meet()  # it connects when it is first used
 
     def _meet(self) -> None:
-        """All members have come here."""
         self._say(lambda: self._group.allreduce([torch.zeros(1, device=self.device)]).wait())
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Leave: who waits for this rank learns it."""
         self.abort()
         self._group = None
 

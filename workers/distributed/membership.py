@@ -36,7 +36,6 @@ class Membership:
 
     @property
     def committed(self) -> Incarnations | None:
-        """The incarnations that this process has met."""
         return self._committed
 
     def offer(self, incarnations: Incarnations) -> bool:
@@ -57,7 +56,6 @@ class Membership:
             return self._committed is None
 
     def wait(self) -> Incarnations:
-        """Waits until a group is offered."""
         with self._changed:
             self._looked = None  # however long it takes
             while self._offered is None:

@@ -113,7 +113,6 @@ class PeerRooms:
         return self._rooms[self._next]
 
     def of(self, rows: Tensor) -> Room:
-        """The one in whose inbox these rows are."""
         memory = rows.untyped_storage().data_ptr()  # there are no rows where nobody has a token
         return next(room for room in self._rooms if room.inbox.untyped_storage().data_ptr() == memory)
 

@@ -44,7 +44,6 @@ class Shard:
 
     @property
     def rank(self) -> int:
-        """Within the group, which has one scheduler."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -65,7 +64,6 @@ class Shard:
         return self.is_last and self.tp_rank == 0
 
     def layers(self, num_layers: int) -> range:
-        """The layers of this stage."""
         each = num_layers // self.pp_size
         return range(self.pp_rank * each, (self.pp_rank + 1) * each)
 
@@ -115,7 +113,6 @@ class Shard:
         )
 
     def local_layer(self, layer: LayerSpec) -> LayerSpec:
-        """This rank's part of a layer."""
         attention, mlp = layer.attention, layer.mlp
         if attention is not None:
             first, last = self.kv_heads(attention.num_key_value_heads)

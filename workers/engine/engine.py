@@ -161,7 +161,6 @@ class ModelEngine:
         self._capture(lambda *progress: None)
 
     def _pooled_size(self) -> int:
-        """Numbers of the largest vector."""
         head, pooling = self.resolved.spec.head, self.resolved.pooling
         if self.resolved.spec.lexical == "splade":
             return self.resolved.spec.vocab_size

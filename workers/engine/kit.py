@@ -48,7 +48,6 @@ class TorchInputs:
             self._rows.state[put(places, self._device)] = put(values, self._device)
 
     def of_step(self, step: StepColumns) -> StepInputs:
-        """The tensors of the step that was sent last."""
         rows, block_size, device = self._rows, self._rows.block_size, self._device
         lens = step.starts.astype(np.int64) + step.counts
         token_rows, positions = step.of_tokens()
@@ -101,7 +100,6 @@ class TorchKit:
     def head(
         self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool
     ) -> "TorchHead | LogitsSampler":
-        """The head's way to choose tokens."""
         return TorchHead(model, rows, dtype)
 
     def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]:

@@ -39,7 +39,6 @@ class Timeline:
     """The marks by which a device's results come to the host. A CPU's: a step is computed when its launch returns."""
 
     def mark(self) -> Mark:
-        """Behind all that is launched so far."""
         return COMPUTED
 
     def fetch(self, tokens: Tensor) -> I32:

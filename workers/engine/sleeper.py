@@ -41,7 +41,6 @@ class Released:
 
     @property
     def num_bytes(self) -> int:
-        """Of the GPU's memory."""
         return sum(size for _, size, _ in self._freed)
 
     def restore(self) -> None:

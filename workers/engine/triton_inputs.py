@@ -122,7 +122,6 @@ class TritonInputs:
         return rows, starts, ends, places
 
     def of_step(self, step: StepColumns) -> StepInputs:
-        """The tensors of a step that was sent."""
         count = len(step.places) if self._samples else 0
         first = step.num_decodes
         begins = np.add.accumulate(step.counts) - step.counts

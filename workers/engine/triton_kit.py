@@ -56,8 +56,6 @@ _log = structlog.get_logger()
 
 
 class TritonKit(TorchKit):
-    """For one engine."""
-
     def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
         self._inputs = TritonInputs(rows, Staging(), rows.state.device, samples=samples)
         return self._inputs

@@ -104,8 +104,6 @@ def extras_of(rows: FakeRows, grammars: Grammars, vocab_size: int, vector_len: i
 
 
 class FakeHead:
-    """Takes the masks of a step's rows."""
-
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self.masked: TokenMask | None = None

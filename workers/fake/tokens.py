@@ -54,7 +54,6 @@ def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
 
 
 def vectors(states: U64) -> NDArray[np.float64]:
-    """The eight bytes of each state, as numbers."""
     return states[:, None].view(np.uint8).astype(np.float64)
 
 

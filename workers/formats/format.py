@@ -102,7 +102,6 @@ class WeightedLayer(nn.Module):
         self.keep(name, torch.empty(*self.stack, *shape, dtype=dtype))
 
     def keep(self, name: str, tensor: Tensor) -> None:
-        """Makes the tensor the parameter of this name."""
         setattr(self, name, nn.Parameter(tensor, requires_grad=False))
 
     def drop_others(self) -> None:
@@ -118,7 +117,6 @@ class WeightedLayer(nn.Module):
         return GroupedWeight(kernel, partial(self.format.expert_linear, self), shape, self.dtype, self.weight.device)
 
     def matrices(self) -> list[dict[str, Tensor]]:
-        """The parameters of each matrix, by name."""
         own = {name: parameter.data for name, parameter in self.named_parameters(recurse=False)}
         if not self.stack:
             return [own]
@@ -130,8 +128,6 @@ class WeightedLayer(nn.Module):
 
 
 class WeightFormat(ABC):
-    """The format of one layer."""
-
     encode: Encode | None = None
     """What quantises a layer's weight while it is loaded; None: files hold its parameters."""
 
@@ -202,8 +198,6 @@ def grouped_weight(
 
 
 class Unquantized(WeightFormat):
-    """Every fused kernel takes such a weight."""
-
     @property
     def is_fusible(self) -> bool:
         return True

@@ -73,7 +73,6 @@ Kind = tuple[int, int, int, bool, bool, torch.dtype]
 @cache
 @same_numbers()
 def _one_row(kind: Kind, dtype: torch.dtype, whole: bool, shape: gemv.Shape, device: torch.device) -> bool:
-
     def run(x: Tensor, weight: PackedWeight) -> Tensor:
         return packed.one_row_of(weight)[0](x, weight, shape)
 

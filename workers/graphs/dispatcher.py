@@ -174,7 +174,6 @@ class Dispatcher:
         return next((key for key in fitting if key in self._graphs and key.tokens <= WIDEST * wanted.tokens), None)
 
     def asks_for_contexts(self, num_requests: int, *, uniform: bool) -> bool:
-        """Whether `find` needs them."""
         return not uniform or any(key.requests >= num_requests for key in self._short)
 
     def _for_short(self, key: Key, contexts: Contexts | None) -> Key:
@@ -220,7 +219,6 @@ class Dispatcher:
             self.abandon(error)
 
     def replay(self, key: Key) -> None:
-        """Run the step, which is prepared."""
         graph = self._graphs.get(key)
         if graph is None:
             self._capture(key)  # the same kernels, launched one by one

@@ -145,13 +145,11 @@ class KVLayout:
 
     @staticmethod
     def _shape(layer: LayerSpec, spec: kv.KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
-        """Of the cache of one layer that attends."""
         assert layer.attention is not None
         return spec.shape(layer.attention.num_key_value_heads, layer.attention.head_dim, num_pages, block_size)
 
     @property
     def state_groups(self) -> list[int]:
-        """The groups of layers with states."""
         return [group for group, spec in enumerate(self.specs) if spec.fills == "state"]
 
     def shape(self, num_pages: int) -> tuple[int, int, int]:

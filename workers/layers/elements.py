@@ -41,8 +41,6 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """The weight of a norm; ops compute it."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)

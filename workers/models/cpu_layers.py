@@ -89,7 +89,6 @@ class CpuEncoder:
         self._layers = EncoderLayers([_encoder_weights(layer) for layer in layers], shape)
 
     def run(self, model: Decoder, batch: StepInputs, caches: list[LayerCache], attention: StepAttention) -> Tensor:
-        """Hidden states [t, hidden] of the last layer."""
         assert isinstance(model, Bert)
         assert isinstance(attention, EncoderAttention)
         x = model.embeddings(batch).contiguous()

@@ -94,7 +94,6 @@ class Attention(nn.Module):
         return self.o.row_parallel(self.attend(qkv, cache, context), residual, context.ops)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """[t, heads d], before the output projection."""
         assert self._heads is not None
         step = LayerStep(context.ops, context.batch, context.rope if self.table is None else self.table, cache)
         out = context.attention.attend(qkv, step, self._heads, self.scale, self.window)
@@ -375,7 +374,6 @@ class Decoder(nn.Module):
         return found.div_(cap).tanh_().mul_(cap) if cap else found
 
     def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
-        """The output projection; see `logits`."""
         plain = self.head is None or self.head.is_fusible
         if self.shard.tp_size > 1:
             if self.comm.one_row is not None and plain:

@@ -69,8 +69,6 @@ class StateDrafter(Decoder):
 
 
 class NextN(StateDrafter):
-    """mtp, see the module docstring."""
-
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
         self.enorm, self.hnorm = (RMSNorm(spec.hidden_size, spec.rms_norm_eps) for _ in range(2))
@@ -105,8 +103,6 @@ class EagleLayer(DecoderLayer):
 
 
 class Eagle(StateDrafter):
-    """EAGLE, see the module docstring."""
-
     classes = LayerClasses(EagleLayer)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
@@ -139,8 +135,6 @@ class PairAttention(Attention):
 
 
 class Eagle3(StateDrafter):
-    """EAGLE 3, see the module docstring."""
-
     classes = LayerClasses(attention=PairAttention)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:

@@ -104,7 +104,6 @@ class Encoder(Decoder, ABC):
                 module.prepare(self.ops)
 
     def join(self, comm: Communicator) -> None:
-        """One worker has all of an encoder."""
         self.comm = comm
 
     def forward(
@@ -129,7 +128,6 @@ class Encoder(Decoder, ABC):
         return found
 
     def kv_scales(self) -> list[KVScale]:
-        """Nothing is kept."""
         return [(None, None)] * len(self.layers)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

@@ -34,7 +34,6 @@ from meshlm.workers.partial_sum import PartialSum
 
 
 def norm_of(x: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
-    """The norm of x, which may be strided."""
     return ops.rms_norm(x.contiguous(), norm.weight, norm.eps)
 
 

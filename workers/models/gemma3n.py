@@ -157,7 +157,6 @@ def inputs_of(altup: AltUpSpec) -> PerLayerInputSpec:
 
 
 def _size(x: Tensor) -> Tensor:
-    """The root of the mean square of each row."""
     return x.square().mean(-1, keepdim=True).sqrt()
 
 

@@ -96,7 +96,6 @@ class NoMixer(Attention):
     def forward(
         self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
     ) -> PartialSum:
-        """See `Attention.forward`: x, as it came."""
         return x
 
 
@@ -107,7 +106,6 @@ class NoMLP(MLP):
         nn.Module.__init__(self)
 
     def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        """See `MLP.forward`: x, as it came."""
         return x
 
 

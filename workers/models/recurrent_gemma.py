@@ -59,7 +59,6 @@ class GatedRecurrence(Attention):
         self._none = torch.zeros_like(self.decay)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """[t, channels], before the output projection."""
         own = cache.state
         assert own is not None
         states = context.attention.states(own.group)

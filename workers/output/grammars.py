@@ -129,19 +129,16 @@ class Grammars:
     # --- the stepper thread ---
 
     def reset(self) -> None:
-        """Forget all rows."""
         for row in list(self.rows):
             self.remove_row(row)
         self._unread.clear()
 
     def add_row(self, new: NewRow, grammar: Grammar) -> None:
-        """A row comes that has a grammar."""
         self._last += 1
         output = np.frombuffer(new.token_ids, np.int32)[new.num_prompt_tokens :].tolist()
         self.rows[new.row] = ConstrainedRow(self._last, new.sampling, grammar, output)
 
     def remove_row(self, row: int) -> None:
-        """The row goes."""
         found = self.rows.pop(row, None)
         if found is not None and found.num_sent >= 0:
             self._removed.append(found.number)

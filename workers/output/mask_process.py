@@ -52,8 +52,6 @@ class MaskChild(Struct, frozen=True):
 
 
 class _Session:
-    """One child, with the memory that it shares."""
-
     def __init__(self, sandbox: Sandbox) -> None:
         with contextlib.ExitStack() as closing:
             memory = os.memfd_create("masks")

@@ -55,7 +55,6 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 
     @property
     def num_lines(self) -> list[int]:
-        """The masks of each wanted row."""
         return [1 + len(self.drafts.get(number, ())) for number in self.wanted]
 
 
@@ -105,7 +104,6 @@ class RowMatcher:
 
     @property
     def is_over(self) -> bool:
-        """Any token may come from now on."""
         thinks = self._thinking is not None and not self._thinking.is_over
         return self._matcher is None and not self._special and not thinks and not self.error
 
@@ -222,7 +220,6 @@ class Matchers:
         self._num_threads = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
 
     def vocabulary(self) -> Vocabulary:
-        """Loads it, if it is not there yet."""
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = self._load()
@@ -288,7 +285,6 @@ class Matchers:
         return Turned(errors, over, self._behind_drafts(lines, drafts, words) if drafts else {})
 
     def _masks(self, rows: list[tuple[RowMatcher, int]], words: I32) -> None:
-        """Writes the mask of each row in its line."""
         compute = [(found, line) for row, line in rows if (found := row.computes) is not None]
         if self._num_threads > 1 and len(compute) >= AT_ONCE:
             self._in_threads(compute, words)

@@ -100,8 +100,6 @@ class Dense:
 
 
 class PooledHeads:
-    """The heads of one model, for `Pooler`."""
-
     def __init__(
         self,
         classifier: Classifier | None,
@@ -231,7 +229,6 @@ class Pooler:
         return torch.stack([self._part(hidden, each) for each in rows])
 
     def _part(self, hidden: Tensor, each: Pooling) -> Tensor:
-        """The sum so far, or the first token's state."""
         if each.kind is PoolKind.MEAN:
             found = hidden[each.begin : each.end].sum(dim=0, dtype=torch.float32)
             return found if each.is_first else found + self._so_far.pop(each.row)

@@ -198,7 +198,6 @@ def _penalise(logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns:
 def _sample_as_llama(
     logits: Tensor, places: NDArray[np.intp], at: SampleRows, columns: RowColumns, tokens: Tensor
 ) -> None:
-    """Rows with llama.cpp's samplers."""
     draws = uniforms(columns["seed"][at.rows] ^ np.uint64(XTC_SALT), at.output_index).astype(np.float32)
     for place in places.tolist():
         row, line = int(at.rows[place]), logits[place]

@@ -45,7 +45,6 @@ class Reasoning:
 
     @property
     def may_end(self) -> bool:
-        """Whether the whole answer may end here."""
         return self._splitter.is_over or self._other_calls
 
     @property

@@ -17,11 +17,9 @@ class Changes:
         self._num_ints = 0
 
     def run(self, place: int, values: I32) -> None:
-        """values go to `place` and what follows it."""
         self.runs(np.array([place]), np.array([len(values)]), values)
 
     def singles(self, places: I64, values: I32) -> None:
-        """Each value goes to its own place."""
         self.runs(places, np.ones(len(values), np.int64), values)
 
     def runs(self, places: I64, lengths: I64, values: I32) -> None:

@@ -173,7 +173,6 @@ class RowColumns(dict[str, NDArray[Any]]):
             records[rows] = tuple(_value(column, params, of_plan) for column in columns)
 
     def reset(self) -> None:
-        """Forget all requests: rows are taken anew."""
         self.params.clear()
 
     def ints(self, row: int) -> NDArray[np.int32]:

@@ -82,7 +82,6 @@ class DeviceRows:
         return step
 
     def reset(self) -> None:
-        """Forget all requests: rows are taken anew."""
         self.table.reset()
         if self.prefixes is not None:
             self.prefixes.reset()

@@ -85,7 +85,6 @@ class PrefixTables:
         self._packed: tuple[int, I32] | None = None  # of these clusters, for a size of step
 
     def reset(self) -> None:
-        """Forget all rows."""
         self._order, self._common, self._tables, self._last = [], [], {}, None
 
     def take(self, row: int, table: I32) -> None:
@@ -201,6 +200,5 @@ def pack(clusters: Clusters, size: int, sizes: SharedSizes, offsets: list[int]) 
 
 
 def _steps(tokens: int | I64) -> I64:
-    """The next multiple of PREFIX_STEP."""
     found: I64 = -(-np.asarray(tokens) // PREFIX_STEP) * PREFIX_STEP
     return found

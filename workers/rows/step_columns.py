@@ -70,11 +70,9 @@ class StepColumns:
 
     @property
     def num_lines(self) -> int:
-        """Tokens that are sampled."""
         return len(self.places) + (0 if self.drafts is None else len(self.drafts.tokens))
 
     def lines(self) -> Lines:
-        """What is sampled."""
         ends: I64 = np.cumsum(self.counts, dtype=np.int64)
         if self.drafts is None:
             return Lines(self.places, ends[self.places] - 1, (self.starts + self.counts)[self.places].astype(np.int64))
@@ -107,7 +105,6 @@ class StepColumns:
         return int(np.argmin(self.counts == 1)) if (self.counts != 1).any() else self.n
 
     def contexts(self) -> Contexts:
-        """What its requests see."""
         lone = self.counts == 1
         counts = self.counts[~lone].astype(np.float64)
         pairs = counts * (self.starts[~lone] + counts / 2)
@@ -117,7 +114,6 @@ class StepColumns:
 
     @property
     def num_prompts(self) -> int:
-        """Requests with more than one token."""
         return int((self.counts > 1).sum())
 
 

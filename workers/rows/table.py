@@ -22,8 +22,6 @@ def aligned(count: int) -> int:
 
 
 class Region(NamedTuple):
-    """A part of the array of all rows."""
-
     begin: int
     shape: tuple[int, ...]
 
@@ -81,7 +79,6 @@ class RowTable:
         return found
 
     def _add_row(self, new: NewRow, changes: Changes) -> None:
-        """A request takes a row."""
         row, blocks = new.row, self.pages(new.block_ids)
         self.columns.set(row, new.sampling, num_prompt_tokens=new.num_prompt_tokens, **self.extras.columns_of(new))
         self._num_blocks[row] = len(blocks)

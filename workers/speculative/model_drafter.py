@@ -20,8 +20,6 @@ CHUNK = 256  # tokens of a row in one pass
 
 
 class ModelDrafter:
-    """See `Drafter`."""
-
     def __init__(self, passes: DraftPasses) -> None:
         self._passes = passes
         # Leading tokens of each row in the caches; -1: as the step says.

@@ -19,8 +19,6 @@ from meshlm.workers.speculative.drafter import Drafts, no_drafts
 
 
 class StatesDrafter:
-    """See `Drafter`."""
-
     def __init__(self, passes: DraftPasses, target: Decoder, taps: tuple[int, ...]) -> None:
         """taps: the target leaves the states that are wanted behind so many of its layers each (`Decoder.tap`); empty: they are its
         last ones."""

@@ -55,7 +55,6 @@ class Verification(RowExtra[Any]):
         self._drafter.remove_row(row, int(self._num_known[row]))
 
     def reset(self) -> None:
-        """A session begins."""
         self._drafter.reset()
 
     def draft(self, step: StepColumns, plan: StepPlan, changes: I32, segments: int) -> None:

@@ -31,7 +31,6 @@ class DraftStates:
         self._begins = {group: num_pages + lines * nth for nth, group in enumerate(groups)}
 
     def pages(self, step: StepColumns) -> tuple[Tensor, ...]:
-        """StepInputs.draft_pages of a step."""
         if step.drafts is None or not len(step.drafts.tokens):
             return ()
         drafting = np.flatnonzero(step.drafts.counts)

@@ -97,7 +97,6 @@ def keep_spans(
 
 
 def merged(spans: list[Span]) -> tuple[Span, ...]:
-    """Neighbours of one type are one span."""
     found: list[Span] = []
     for span in spans:
         if found and found[-1][1:] == span[1:]:

@@ -53,8 +53,6 @@ _HALVES = {
 
 
 class GGUFTensorSource(Source):
-    """Reads from the mapped file."""
-
     dtype = "F32"  # what decoding gives
 
     def __init__(self, path: Path, mapped: np.memmap[Any, Any], tensor: GGUFTensor) -> None:
@@ -168,7 +166,6 @@ class GGUFTensorSource(Source):
 
 
 def _block(path: Path, ggml_type: int) -> tuple[int, int]:
-    """Numbers and bytes of a block."""
     if ggml_type in _FLOATS:
         return 1, _FLOATS[ggml_type].itemsize
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

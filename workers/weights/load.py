@@ -298,7 +298,6 @@ def encoders_of(model: Decoder) -> dict[str, Encode]:
 
 
 def _slot(slots: Mapping[str, nn.Parameter], found: WeightSlice) -> Tensor:
-    """The parameter, or the matrix of one expert."""
     whole = slots[found.parameter]
     return whole if found.expert is None else whole[found.expert]
 
@@ -356,11 +355,9 @@ def _decoded_bytes(model: Decoder, device: torch.device, dtype: torch.dtype) -> 
 
 
 def _redundant_bytes(model: Decoder) -> int:
-    """Bytes of slots for replicas of experts."""
     weights = [weight for mixture in model.mixtures() for weight in mixture.experts.parameters()]
     return sum(weight.nbytes // len(weight) * model.shard.redundant_experts for weight in weights)
 
 
 def weight_bytes(model: Decoder) -> int:
-    """Bytes of all parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

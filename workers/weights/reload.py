@@ -36,7 +36,6 @@ Path = tuple[str | int, ...]
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Each of them once."""
     return list({id(tensor): tensor for _, tensor in tensors_by_path(model)}.values())
 
 

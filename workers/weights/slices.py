@@ -72,7 +72,6 @@ def _needed(weight: Weight, spec: ModelSpec, shard: Shard) -> bool:
 
 
 def _range(weight: Weight, spec: ModelSpec, shard: Shard) -> tuple[int, int]:
-    """Begin and end of this rank's part."""
     size = weight.shape[weight.dim] if weight.shape else 1
     match weight.split:
         case Split.REPLICATED:

@@ -57,8 +57,6 @@ _DTYPES = {
 
 
 class _File:
-    """The bytes of one file."""
-
     def __init__(self, file: RemotePath, pool: ThreadPoolExecutor) -> None:
         self.file, self._pool, self._size = file, pool, file.stat().st_size
         self._blocks: dict[int, Future[bytes]] = {}
@@ -90,7 +88,6 @@ class _File:
         return found
 
     def _ask(self, number: int) -> None:
-        """For this block, and for those behind it."""
         for ahead in range(number, number + AHEAD):
             begin = ahead * BLOCK
             if ahead not in self._blocks and begin < self._size:
@@ -98,8 +95,6 @@ class _File:
 
 
 class _Streamed(Source):
-    """One tensor."""
-
     def __init__(self, opened: _File, name: str, dtype: str, shape: tuple[int, ...], begin: int) -> None:
         self._opened, self.dtype, self.shape, self._begin = opened, dtype, shape, begin
         if dtype not in _DTYPES:

@@ -143,7 +143,6 @@ class TransformersModel(Decoder):
 
     @contextmanager
     def shortened(self) -> Iterator[int]:
-        """See `Decoder.shortened`: it stays whole."""
         yield self.local.num_hidden_layers
 
     def active_parameters(self) -> int:
@@ -155,5 +154,4 @@ class TransformersModel(Decoder):
         return set()
 
     def kv_scales(self) -> list[KVScale]:
-        """No checkpoint brings any."""
         return [(None, None)] * self.local.num_hidden_layers

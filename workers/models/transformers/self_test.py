@@ -89,7 +89,6 @@ def _caches(model: "TransformersModel", blocks: int) -> list[LayerCache]:
 
 
 def _states(model: "TransformersModel", caches: list[LayerCache], pieces: list[_Piece]) -> Tensor:
-    """The states of one step; decodes stand first."""
     device = model.rope.device
     lens = [piece.start + len(piece.ids) for piece in pieces]
     decodes = sum(len(piece.ids) == 1 for piece in pieces)

@@ -43,7 +43,6 @@ class ReferenceExperts:
         return ()
 
     def expert(self, number: int, x: Tensor) -> Tensor:
-        """The output of one expert for x [m, hidden]."""
         extras = self._extras
         gate_up_bias = None if extras is None or extras.gate_up_bias is None else extras.gate_up_bias[number]
         down_bias = None if extras is None or extras.down_bias is None else extras.down_bias[number]

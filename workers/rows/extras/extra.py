@@ -80,7 +80,6 @@ class RowExtra(Generic[States]):
     extra: type[ExtraKind] | None = None  # of these requests; None: a request has it by its parameters
 
     def has_row(self, new: NewRow) -> bool:
-        """Whether the row has it."""
         return self.extra is not None and find_extra(new.extras, self.extra) is not None
 
     def prepare(self, extra: ExtraKind) -> RowFailed | None:
@@ -125,7 +124,6 @@ class RowExtras(Generic[States]):
         self.num_rows = 0  # that have any
 
     def kind(self, which: type[Kind]) -> Kind:
-        """The kind of this class."""
         (found,) = (kind for kind in self._kinds if isinstance(kind, which))
         return found
 
@@ -151,7 +149,6 @@ class RowExtras(Generic[States]):
         return new
 
     def columns_of(self, new: NewRow) -> dict[str, int]:
-        """The columns of a row that its extras decide."""
         return {name: value for kind in self._of_row(new.row) for name, value in kind.columns_of(new).items()}
 
     def _of_row(self, row: int) -> list[RowExtra[States]]:
@@ -163,7 +160,6 @@ class RowExtras(Generic[States]):
         self._has[row], self.num_rows = False, self.num_rows - bool(found)
 
     def reset(self) -> None:
-        """All rows are nobody's."""
         for row in np.flatnonzero(self._has.any(1)).tolist():
             self._remove_row(row)
 
