@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, only_these, positive, shown, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, one_window
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, NextN, Split, Weight
 from meshlm.architectures.layers import GGUF_KEYS, checked, gguf_moe, moe_spec, with_attention, with_experts
 from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.layers import LayerSpec, MLASpec, MoESpec
@@ -245,7 +245,7 @@ DEEPSEEK_V3 = Family(
     keys=KEYS | set(DRAFTS),
     defaults=DEEPSEEK_V3_DEFAULTS,
     model=MODEL,
-    nextn="meshlm.workers.models.drafters:DeepseekNextN",
+    nextn=NextN("meshlm.workers.models.drafters:DeepseekNextN"),
 )
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
@@ -329,7 +329,7 @@ _V32 = Family(
     keys=KEYS | set(DRAFTS) | set(_SIZES) | words("mlp_layer_types"),
     defaults=DEEPSEEK_V3_DEFAULTS | {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     model="meshlm.workers.models.deepseek:SparseDeepseek",
-    nextn="meshlm.workers.models.drafters:SparseDeepseekNextN",
+    nextn=NextN("meshlm.workers.models.drafters:SparseDeepseekNextN"),
 )
 _GLM_KEYS = words("indexer_types index_topk_freq index_topk_pattern index_skip_topk_offset indexer_rope_interleave")
 _GLM = _V32._replace(

@@ -1,7 +1,8 @@
 """Drafters that read the states of the model that they draft for, its target: what they are, and their tensors.
 
-mtp (DeepSeek-AI 2024, section 2.2): a layer behind the last one of the target's own checkpoint. Its embedding and its output projection
-are the target's; the copies that some checkpoints have of them (embed_tokens, shared_head.head) are not loaded.
+mtp (DeepSeek-AI 2024, section 2.2): layers behind the last one of the target's own checkpoint, of which each drafts one token further.
+Their embedding and their output projection are the target's; the copies that some checkpoints have of them (embed_tokens,
+shared_head.head) are not loaded. Qwen3-Next and Qwen3.5 have one, which attends, and names of their own for it.
 
 EAGLE 3 (Li et al. 2025): one layer in files of its own, which reads the target's states behind three of its layers. Its embedding is
 the target's where both have one size of states; its output projection is its own, of fewer tokens, whose ids are their number and d2t's
@@ -22,49 +23,56 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, shown, words
 from meshlm.architectures.dense import full_spec
-from meshlm.architectures.family import Family, Serves, Split, Weight
+from meshlm.architectures.family import Family, NextN, Serves, Split, Weight
 from meshlm.architectures.weights import PRE_NORMS, transformer_weights
 from meshlm.protocol.layers import Layers
 from meshlm.protocol.model import DraftSpec, ModelSpec
 
 NEXTN = "NextN"
-"""The layer that drafts for a target has the name of the target's architecture, and this behind it."""
+"""What drafts for a target by mtp has the name of the target's architecture, and this behind it."""
 _SHARED = ("embed_tokens.", "shared_head.head.")
 
 
 def nextn_spec(target: ModelSpec, family: Family) -> ModelSpec:
-    """The layer that drafts for a model, of the checkpoint of that model; family: the model's. ValueError: there is none."""
-    if not family.nextn:
+    """The layers that draft for a model, of the checkpoint of that model; family: the model's. ValueError: there are none."""
+    if family.nextn is None:
         raise ValueError(f"{target.architecture} has no layers that draft")
-    if (count := target.num_nextn_predict_layers) != 1:
-        found = "none" if count < 1 else f"{count}, of which each drafts a token; one that drafts them all is read"
-        raise ValueError(f"num_nextn_predict_layers: the checkpoint of {target.architecture} has {found}")
-    last = target.num_hidden_layers
-    layer = target.layers[last - 1]
+    count, prefix = target.num_nextn_predict_layers, family.nextn.prefix
+    if count < 1:
+        raise ValueError(f"num_nextn_predict_layers: the checkpoint of {target.architecture} has none")
+    if prefix and count > 1:
+        raise ValueError(f"num_nextn_predict_layers {count}: of {target.architecture} one layer is read")
+    layer = next(layer for layer in reversed(list(target.layers)) if layer.attention is not None)
     if layer.attention is not None and layer.attention.mla is not None:  # an index of another model is none of its own
         layer = replace(layer, attention=replace(layer.attention, mla=replace(layer.attention.mla, index_shared=False)))
     return replace(
         target,
         architecture=target.architecture + NEXTN,
-        layers=Layers.alike(layer, 1),
+        layers=Layers.alike(layer, count),
         num_nextn_predict_layers=0,
         tie_word_embeddings=False,
-        draft=DraftSpec(method="mtp", first_layer=last),
+        draft=DraftSpec(method="mtp", first_layer=0 if prefix else target.num_hidden_layers, prefix=prefix),
     )
 
 
 def nextn_family(target: Family) -> Family:
-    """The family of the layer that drafts for models of another."""
+    """The family of the layers that draft for models of another."""
+    names = target.nextn
+    assert names is not None
+    prefix = names.prefix
 
     def weights(spec: ModelSpec) -> Iterator[Weight]:
         assert spec.draft is not None
-        stem, hidden = f"model.layers.{spec.draft.first_layer}.", spec.hidden_size
-        for name, parameter in (("enorm", "enorm"), ("hnorm", "hnorm"), ("shared_head.norm", "norm")):
-            yield Weight(f"{stem}{name}.weight", "", f"{parameter}.weight", (hidden,))
-        yield Weight(f"{stem}eh_proj.weight", "", "eh_proj.weight", (hidden, 2 * hidden))
+        plus = 0.0
         for weight in target.weights(spec):
             if weight.layer is not None:
-                yield weight._replace(name=stem + weight.name.removeprefix("model.layers.0."), gguf="")
+                inner = weight.name.removeprefix(f"model.layers.{weight.layer}.")
+                yield weight._replace(name=_stem(prefix, spec.draft.first_layer + weight.layer) + inner, gguf="")
+            elif weight.parameter == "norm.weight":
+                plus = weight.plus
+        for layer in range(spec.num_hidden_layers):
+            stem = prefix or _stem(prefix, spec.draft.first_layer + layer)
+            yield from _around(stem, f"around.{layer}", names, spec.hidden_size, plus)
 
     return target._replace(
         architecture=target.architecture + NEXTN,
@@ -72,9 +80,28 @@ def nextn_family(target: Family) -> Family:
         gguf=None,
         serves=Serves.DRAFTS,
         compiles=False,
-        model=target.nextn,
-        nextn="",
+        model=names.model,
+        rename=_without_model if prefix else target.rename,
+        unread="",
+        nextn=None,
     )
+
+
+def _stem(prefix: str, layer: int) -> str:
+    """What stands before the names of a layer's tensors."""
+    return f"{prefix or 'model.'}layers.{layer}."
+
+
+def _around(stem: str, module: str, names: NextN, hidden: int, plus: float) -> Iterator[Weight]:
+    """What makes the input of a layer that drafts, and the norm behind it. stem: before the names of the tensors."""
+    for name, parameter in ((names.embedding_norm, "enorm"), (names.state_norm, "hnorm"), (names.norm, "norm")):
+        yield Weight(f"{stem}{name}.weight", "", f"{module}.{parameter}.weight", (hidden,), plus=plus)
+    yield Weight(f"{stem}{names.projection}.weight", "", f"{module}.eh_proj.weight", (hidden, 2 * hidden))
+
+
+def _without_model(name: str) -> str:
+    """A tensor's name, whether the file has the inner model's prefix or not."""
+    return name.removeprefix("model.")
 
 
 def is_own(name: str, spec: ModelSpec) -> bool:
@@ -82,9 +109,12 @@ def is_own(name: str, spec: ModelSpec) -> bool:
     assert spec.draft is not None
     if spec.draft.method != "mtp":
         return True
-    inner = name.removeprefix("model.")
-    stem = f"layers.{spec.draft.first_layer}."
-    return inner.startswith(stem) and not inner.removeprefix(stem).startswith(_SHARED)
+    inner, first = name.removeprefix("model."), spec.draft.first_layer
+    if prefix := spec.draft.prefix:
+        return inner.startswith(prefix) and not inner.removeprefix(prefix).startswith(_SHARED)
+    stems = (f"layers.{layer}." for layer in range(first, first + spec.num_hidden_layers))
+    stem = next((stem for stem in stems if inner.startswith(stem)), None)
+    return stem is not None and not inner.removeprefix(stem).startswith(_SHARED)
 
 
 def fitted(spec: ModelSpec, target: ModelSpec, method: str) -> ModelSpec:

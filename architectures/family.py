@@ -117,6 +117,17 @@ class ExpertTensors(NamedTuple):
     interleaved: bool  # gate and up take turns; otherwise the one comes behind the other
 
 
+class NextN(NamedTuple):
+    """The layers of a checkpoint that draft further tokens (mtp): what computes them, and what their tensors are called."""
+
+    model: str  # module and class
+    prefix: str = ""  # of all their names; "": they are the layers behind the model's last, with their own tensors among a layer's
+    embedding_norm: str = "enorm"
+    state_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+
+
 class Family(NamedTuple):
     architecture: str  # in `architectures` of a config.json
     model_type: str  # that such a config.json has
@@ -141,4 +152,4 @@ class Family(NamedTuple):
     # --tool-call-parser and --reasoning-parser of its chats, where none is asked for
     parsers: tuple[str, str] = "", ""
     unread: str = ""  # a regular expression for renamed tensors that other tasks need
-    nextn: str = ""  # module and class that compute the layer behind the last, which drafts, where checkpoints have one
+    nextn: NextN | None = None  # where checkpoints have layers that draft

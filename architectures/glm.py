@@ -22,7 +22,7 @@ from meshlm.architectures import weights
 from meshlm.architectures.config_values import boolean, integer, only_these, refuse_quantised, shown, words
 from meshlm.architectures.deepseek import DEEPSEEK_NAMES, GGUF_EXPERT_KEYS, with_gguf_experts, with_routed_experts
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, partly_rotated
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, NextN, Weight
 from meshlm.architectures.layers import moe_spec, with_attention, with_experts
 from meshlm.architectures.llama import MIXTRAL_NAMES
 from meshlm.architectures.olmo import olmo_attention
@@ -127,7 +127,7 @@ GLM4_MOE = Family(
     | {"first_k_dense_replace": 1, "norm_topk_prob": True},
     gguf=GGUFFamily("glm4moe", sigmoid_gguf, GGUF_EXPERT_KEYS, experts=True),
     compiles=False,
-    nextn="meshlm.workers.models.drafters:NextN",
+    nextn=NextN("meshlm.workers.models.drafters:NextN"),
 )
 
 

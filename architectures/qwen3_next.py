@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, pairs, positive, words
 from meshlm.architectures.dense import dense_gguf, dense_spec, partly_rotated
-from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
+from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, NextN, Split, Weight
 from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, layers_with_experts, moe_spec, with_experts, with_states
 from meshlm.architectures.states import GGUF_STATE, check_activation, dtype_of_states, layers_of
 from meshlm.architectures.weights import POST_ATTENTION_NORMS, attention_weights, transformer_weights
@@ -96,7 +96,10 @@ def _qwen3_next_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 def _qwen3_next_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    return with_experts(gated_delta_spec(config, architecture), gated_delta_moe(config), layers_with_experts(config))
+    spec = replace(
+        gated_delta_spec(config, architecture), num_nextn_predict_layers=integer(config, "num_nextn_predict_layers", 1)
+    )
+    return with_experts(spec, gated_delta_moe(config), layers_with_experts(config))
 
 
 def _mixer(spec: ModelSpec, projections: Projections) -> Iterator[Weight]:
@@ -157,12 +160,15 @@ EXPERT_DEFAULTS = {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermedi
 }
 PACKED = {"linear_attn.conv1d": ("linear_attn.q_conv", "linear_attn.k_conv", "linear_attn.v_conv")}
 DRAFTS = r"(model\.)?mtp\..*"  # layers that draft further tokens
+NEXTN = NextN(
+    "meshlm.workers.models.drafters:Qwen3NextN", "mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"
+)
 QWEN3_NEXT = Family(
     architecture="Qwen3NextForCausalLM",
     model_type="qwen3_next",
     spec=_qwen3_next_spec,
     weights=gated_delta_weights,
-    keys=STATE_KEYS | EXPERT_KEYS,
+    keys=STATE_KEYS | EXPERT_KEYS | {"num_nextn_predict_layers"},
     defaults=DEFAULTS | EXPERT_DEFAULTS,
     packed=PACKED,
     rename=str,
@@ -176,6 +182,7 @@ QWEN3_NEXT = Family(
         delta_by_kind=True,
     ),
     model="meshlm.workers.models.qwen3_next:Qwen3Next",
+    nextn=NEXTN,
 )
 _KEYS = STATE_KEYS | words("attn_output_gate mtp_num_hidden_layers mtp_use_dedicated_embeddings mlp_only_layers")
 
@@ -183,7 +190,8 @@ _KEYS = STATE_KEYS | words("attn_output_gate mtp_num_hidden_layers mtp_use_dedic
 def _qwen3_5_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     if not boolean(config, "attn_output_gate"):
         raise ValueError("attn_output_gate false is not supported")
-    return gated_delta_spec(config, architecture)
+    drafts = integer(config, "mtp_num_hidden_layers", 0)
+    return replace(gated_delta_spec(config, architecture), num_nextn_predict_layers=drafts)
 
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -229,6 +237,7 @@ _DENSE = Family(
     unread=DRAFTS,
     gguf=GGUFFamily("qwen35", _qwen3_5_gguf, _GGUF_KEYS, packed=GGUF_PACKED),
     model=_MODEL,
+    nextn=NEXTN,
 )
 _EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512} | {
     "shared_expert_intermediate_size": 512

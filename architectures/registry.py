@@ -126,7 +126,7 @@ def family_of(architecture: str) -> Family | None:
     """The family with this name in config.json's `architectures`."""
     if architecture.endswith(NEXTN):
         target = family_of(architecture.removesuffix(NEXTN))
-        return nextn_family(target) if target is not None and target.nextn else None
+        return nextn_family(target) if target is not None and target.nextn is not None else None
     known = architecture in _FAMILIES or architecture in DRAFTERS or architecture == TRANSFORMERS
     return _family(architecture) if known else None
 

@@ -128,7 +128,7 @@ def vector_families(family: Family) -> tuple[Family, ...]:
         return ()
     unread = f"({family.unread})|{_UNREAD}" if family.unread else _UNREAD
     plain = family._replace(
-        gguf=None, compiles=False, keys=family.keys | _OWN, unread=unread, rename=family.rename or str, nextn=""
+        gguf=None, compiles=False, keys=family.keys | _OWN, unread=unread, rename=family.rename or str, nextn=None
     )
     found = [
         plain._replace(architecture=f"{stem}Model", spec=_without_projection(family), serves=Serves.VECTORS),

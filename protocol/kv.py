@@ -30,7 +30,7 @@ class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     The scheduler and the workers ask the spec, never for its kind: another kind overrides what differs.
     """
 
-    of_draft: bool = False  # it is of a drafter's layers, whose heads may have another shape
+    of_draft: bool = False  # it is of a drafter's layers, whose heads have another shape
     keeps_all: ClassVar[bool] = True  # every block is kept while a request runs
     carried: ClassVar[bool] = False  # one page moves on with the request
     shares_prefix: ClassVar[bool] = True  # equal tokens have equal pages
@@ -249,10 +249,16 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
     """
     found: list[tuple[int, KVSpec]] = []
     drafting = len(model.layers) - model.num_draft_layers
+    shapes: set[tuple[KVSpec, int, int]] = set()  # of the model's own
     for number, layer in enumerate(model.layers):
         if layer.attention is not None and layer.has_cache:
             spec = EncoderOnly() if model.encoder_only else spec_of_attention(layer.attention)
-            found.append((number, replace(spec, of_draft=True) if number >= drafting else spec))
+            shape = spec, layer.attention.num_key_value_heads, layer.attention.head_dim
+            if number < drafting:
+                shapes.add(shape)
+            elif shape not in shapes:
+                spec = replace(spec, of_draft=True)
+            found.append((number, spec))
         if layer.state is not None:
             found.append((number, state))
         if layer.cross_attention:

@@ -132,7 +132,8 @@ class DraftSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a drafter has that reads the states of the model that it drafts for, its target. The model's layers are the drafter's."""
 
     method: Literal["mtp", "eagle", "eagle3"]
-    first_layer: int = 0  # mtp: the number in the checkpoint of its first layer, which stands behind the target's
+    first_layer: int = 0  # mtp: the number in the checkpoint of its first layer
+    prefix: str = ""  # mtp: of its tensors' names; "": its layers stand behind the target's
     target_hidden_size: int = 0  # numbers of a target's state; 0: hidden_size
     taps: tuple[int, ...] = ()
     """eagle3: it reads the target's states behind so many layers each; empty: where the number of the target's layers says."""

@@ -97,9 +97,9 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield f.device != "cpu", f"--device {f.device}", f"drafts are computed on --device cpu so far; leave out {FLAG}"
     yield pools or f.spec.encoder_only, FLAG, f"{name} gives vectors here, and no text to draft; leave it out"
     yield f.spec.audio_encoder is not None, FLAG, f"{name} hears, and its answers are not drafted so far; leave it out"
-    why = f"caches of a model that drafts do not fit into pages of the states of {name}; use ngram or suffix"
+    why = f"caches of a model that drafts do not fit into pages of the states of {name}; use ngram, suffix or mtp"
     method = c.speculative.method
-    yield f.spec.state is not None and method in (*OF_MODEL, "mtp"), f"{FLAG}: method {method}", why
+    yield f.spec.state is not None and method in OF_MODEL, f"{FLAG}: method {method}", why
     stages, why = c.parallel.pipeline_parallel_size, "the first stage does not know the drafts of the last; leave out "
     yield stages > 1, f"--pipeline-parallel-size {stages}", why + FLAG
     yield c.lockstep, FLAG, "ranks that share experts have no drafts yet; leave it out"

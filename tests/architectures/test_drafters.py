@@ -51,6 +51,52 @@ def test_the_layer_behind_deepseeks_last() -> None:
     assert own == set(names)
 
 
+def test_several_layers_behind_the_last() -> None:
+    spec = nextn_spec(*v3(num_nextn_predict_layers=2))
+    names = weights_of(spec)
+    assert {name.split(".")[2] for name in names} == {"61", "62"}
+    assert names["model.layers.62.mlp.experts.255.down_proj.weight"].layer == 1
+    assert names["model.layers.62.shared_head.norm.weight"].parameter == "around.1.norm.weight"
+    assert all(is_own(name, spec) for name in names)
+    assert not is_own("model.layers.63.enorm.weight", spec)
+    assert not is_own("model.layers.62.embed_tokens.weight", spec)
+
+
+NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+}
+
+
+def test_a_layer_with_names_of_its_own() -> None:
+    """Qwen3-Next's, which attends whatever the target's last one does; norms have one more than the files."""
+    target, _ = parse_config(NEXT | {"layer_types": ["full_attention"] + ["linear_attention"] * 47}, Path("m"))
+    spec = nextn_spec(target, families()["Qwen3NextForCausalLM"])
+    assert list(spec.layers) == [target.layers[0]]
+    assert spec.state is None
+    names = weights_of(spec)
+    assert all(name.startswith("mtp.") for name in names)
+    own = {name: weight for name, weight in names.items() if weight.layer is None}
+    assert {name: weight.parameter for name, weight in own.items()} == {
+        "mtp.pre_fc_norm_embedding.weight": "around.0.enorm.weight",
+        "mtp.pre_fc_norm_hidden.weight": "around.0.hnorm.weight",
+        "mtp.norm.weight": "around.0.norm.weight",
+        "mtp.fc.weight": "around.0.eh_proj.weight",
+    }
+    assert [weight.plus for weight in own.values()] == [1.0, 1.0, 1.0, 0.0]
+    assert "mtp.layers.0.mlp.experts.511.down_proj.weight" in names
+    assert names["mtp.layers.0.self_attn.q_proj.weight"].shape == (2 * 16 * 256, 2048)
+    own_names = ("mtp.fc.weight", "model.mtp.fc.weight", "mtp.layers.1.mlp.gate.weight")
+    assert [is_own(name, spec) for name in (*own_names, "lm_head.weight", "mtp.embed_tokens.weight")] == [True] * 3 + [
+        False
+    ] * 2
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -66,8 +112,10 @@ def test_tensors_of_the_target_are_not_its_own(name: str) -> None:
 def test_what_cannot_draft_is_said() -> None:
     with pytest.raises(ValueError, match=r"num_nextn_predict_layers: the checkpoint of DeepseekV3ForCausalLM has none"):
         nextn_spec(*v3(num_nextn_predict_layers=0))
-    with pytest.raises(ValueError, match="has 2, of which each drafts a token"):
-        nextn_spec(*v3(num_nextn_predict_layers=2))
+    family = families()["Qwen3NextForCausalLM"]
+    two = replace(v3()[0], architecture="Qwen3NextForCausalLM", num_nextn_predict_layers=2)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers 2: of Qwen3NextForCausalLM one layer is read"):
+        nextn_spec(two, family)
     target, _ = v3()
     with pytest.raises(ValueError, match="DeepseekV3ForCausalLM has no layers that draft"):
         nextn_spec(target, families()["LlamaForCausalLM"])

@@ -4,12 +4,14 @@ At position p they take the token that follows, p + 1, and the target's state of
 is fed on: where a token is drafted, they run again at p + 1, with that token and their own state of p. The target's states are those
 behind its last norm, as vLLM and SGLang feed them to all of these.
 
-mtp (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; GLM-4.5 alike):
+mtp (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2; GLM-4.5 alike; Qwen3-Next and Qwen3.5 with its attention that has
+a gate), of layers k = 1, 2, ..., most often one:
 
-    h = norm(layer(W [enorm(embedding of token p + 1); hnorm(state of p)])),    logits = head h
+    h_k = norm(layer(W [enorm(embedding of token p + k); hnorm(h_(k-1) of p)])),    logits of token p + k + 1 = head h_k
 
-h, behind the norm, is what is fed on: hnorm was trained on states behind a norm (SGLang's DeepseekModelNextN; vLLM since its pull
-request 45895; ROCm/ATOM's 1764 has measured it for DeepSeek-R1). vLLM takes zeros for the embedding at position 0; nobody else does.
+h_0 is the target's state. h, behind the norm, is what is fed on: hnorm was trained on states behind a norm (SGLang's
+DeepseekModelNextN; vLLM since its pull request 45895; ROCm/ATOM's 1764 has measured it for DeepSeek-R1; transformers' MtpModel). vLLM
+takes zeros for the embedding at position 0; nobody else does. Behind the last layer's token that layer goes on with its own h.
 
 EAGLE 3 (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"; vLLM's and
 SGLang's LlamaForCausalLMEagle3): of the target's states behind three of its layers, in a first pass, W makes one state g; later g is
@@ -28,7 +30,7 @@ Embedding and output projection are the target's (`share`), unless files of EAGL
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
@@ -40,6 +42,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import Embedding, Linear, RMSNorm, parameter
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.deepseek import Deepseek, SparseDeepseek
+from meshlm.workers.models.qwen3_next import Qwen3Next
 from meshlm.workers.partial_sum import PartialSum
 
 
@@ -68,23 +71,38 @@ class StateDrafter(Decoder):
         return self._target[0].logits(hidden, out)
 
 
+class AroundLayer(nn.Module):
+    """What makes the input of a layer of mtp, and the norm behind it."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.norm = (RMSNorm(hidden, eps) for _ in range(3))
+        self.eh_proj = Linear(2 * hidden, hidden, bias=False)
+
+
 class NextN(StateDrafter):
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
-        self.enorm, self.hnorm = (RMSNorm(spec.hidden_size, spec.rms_norm_eps) for _ in range(2))
-        self.eh_proj = Linear(2 * spec.hidden_size, spec.hidden_size, bias=False)
+        self.norm = None
+        self.around = nn.ModuleList(AroundLayer(spec.hidden_size, spec.rms_norm_eps) for _ in spec.layers)
 
     def forward(
-        self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
+        self,
+        batch: StepInputs,
+        caches: list[LayerCache],
+        attention: StepAttention,
+        residual: Tensor | None = None,
+        nth: int = 0,
     ) -> Tensor:
-        """batch: of each token's position, the id of the token that follows. residual [t, hidden]: states of the target, or of this.
-        What it gives, [t, hidden], is behind the last norm."""
-        assert residual is not None
-        ops, embedded = self.ops, self.embedding(batch.known_ids)
-        pair = [ops.rms_norm(x, norm.weight, norm.eps) for x, norm in ((embedded, self.enorm), (residual, self.hnorm))]
-        x = PartialSum(self.eh_proj(torch.cat(pair, dim=1), ops))
-        (layer,), (cache,) = self.layers, caches
-        return self.normed(layer(x, cache, ForwardContext(batch, self.rope, attention, ops)))
+        """What layer number `nth` makes of states, [t, hidden] -> [t, hidden], behind its norm. residual: of the target (nth 0), of the
+        layer before it, or of itself. batch: of each token's position, the id of the token that is 1 + nth further."""
+        around, ops = self.around[nth], self.ops
+        assert residual is not None and isinstance(around, AroundLayer)  # noqa: PT018
+        both = ((self.embedding(batch.known_ids), around.enorm), (residual, around.hnorm))
+        pair = [ops.rms_norm(x, norm.weight, norm.eps) for x, norm in both]
+        x = PartialSum(around.eh_proj(torch.cat(pair, dim=1), ops))
+        x = self.layers[nth](x, caches[nth], ForwardContext(batch, self.rope, attention, ops))
+        return ops.norm(x, (around.norm.weight, around.norm.eps))[0]
 
 
 class DeepseekNextN(NextN):
@@ -93,6 +111,10 @@ class DeepseekNextN(NextN):
 
 class SparseDeepseekNextN(NextN):
     classes = SparseDeepseek.classes
+
+
+class Qwen3NextN(NextN):
+    classes = Qwen3Next.classes
 
 
 class EagleLayer(DecoderLayer):

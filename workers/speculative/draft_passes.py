@@ -33,22 +33,25 @@ class DraftPasses:
         self.rows, self._inputs, self._compute = rows, inputs, compute
         self.tokens: I32 = rows.tokens.numpy()
 
-    def run(self, rows: I32, starts: I64, counts: I32, given: Tensor | None = None) -> Tensor:
-        """Computes these tokens of rows; the states [rows, hidden] of the last ones. given [tokens, ...]: states that it takes beside
-        the tokens that follow these."""
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; of one that reads states: how many tokens it drafts by a layer of their own."""
+        return len(self._model.local.layers)
+
+    def run(self, rows: I32, starts: I64, counts: I32, given: Tensor | None = None, nth: int = 0) -> Tensor:
+        """Computes these tokens of rows; their states [tokens, hidden]. given [tokens, ...]: states that it takes beside the tokens
+        that follow these; nth: of which of its layers, each of which sees one token further."""
         step = columns_of(rows, starts.astype(np.int32), counts)
         batch: StepInputs = self._inputs.of_step(step)
         ids = batch.input_ids
         if given is not None:
             of_token, at = step.of_tokens()
-            ids = torch.from_numpy(self.tokens[of_token, at + 1]).long()
+            ids = torch.from_numpy(self.tokens[of_token, at + 1 + nth]).long()
         # What came as a vector is no token here.
         batch = replace(batch, input_ids=ids.clamp(min=0), vectors=None)
         attention = self._compute.attention.step(batch, self.rows.block_size)
-        caches = self._compute.caches[-len(self._model.local.layers) :]
-        hidden = self._model(batch, caches, attention, given)
-        assert batch.logits_indices is not None
-        found: Tensor = hidden[batch.logits_indices]
+        caches = self._compute.caches[-self.num_layers :]
+        found: Tensor = self._model(batch, caches, attention, given, *((nth,) if nth else ()))
         return found
 
     def draw(self, states: Tensor, rows: I32, lens: I64) -> NDArray[np.int32]:
@@ -62,3 +65,8 @@ class DraftPasses:
         found: NDArray[np.int32] = sample(logits, at, columns, self.rows.tokens).int().clamp_(min=0).numpy()
         self.tokens[rows, lens] = found
         return found
+
+
+def lasts(counts: I32 | I64) -> Tensor:
+    """Of states that stand row by row, so many of each, the last one of each row that has any."""
+    return torch.from_numpy(counts.cumsum()[counts > 0] - 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshlm.protocol.edges.step import NewRow
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import StepColumns
-from meshlm.workers.speculative.draft_passes import DraftPasses
+from meshlm.workers.speculative.draft_passes import DraftPasses, lasts
 from meshlm.workers.speculative.drafter import Drafts, no_drafts
 
 CHUNK = 256  # tokens of a row in one pass
@@ -56,7 +56,7 @@ class ModelDrafter:
         for nth in range(drafts.tokens.shape[1]):
             here = np.flatnonzero(most > nth)
             ends = lens[here] + nth
-            states = self._passes.run(rows[here], starts[here], counts[here])
+            states = self._passes.run(rows[here], starts[here], counts[here])[lasts(counts[here])]
             drafts.tokens[here, nth] = self._passes.draw(states, rows[here], ends)
             starts, counts = lens + nth, np.ones(len(rows), np.int32)
         drafts.counts[:] = most

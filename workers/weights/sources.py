@@ -139,7 +139,7 @@ def _places(file: RemotePath) -> tuple[int, dict[str, tuple[str, tuple[int, ...]
 
 
 DUMMY_STD = 0.02
-_OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>layers\.\d+)\.(?P<stem>.+?)(?:\.(?P<kind>weight|bias))?")
+_OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>(?:mtp\.)?layers\.\d+)\.(?P<stem>.+?)(?:\.(?P<kind>weight|bias))?")
 
 
 def weights_of_model(resolved: Resolved) -> AnyPath:
@@ -250,7 +250,7 @@ def unpacked(
         match = _OF_LAYER.fullmatch(name)
         stems = packed.get(match["stem"]) if match else None
         names = (
-            [f"model.{match['layer']}.{stem}.{match['kind'] or 'weight'}" for stem in stems] if match and stems else []
+            [f"{_long(match['layer'])}.{stem}.{match['kind'] or 'weight'}" for stem in stems] if match and stems else []
         )
         if names and "{}" in names[0] and names[0].format(0) in weights:
             yield from _of_experts(name, source, names, weights)
@@ -265,14 +265,18 @@ def unpacked(
             yield weight, Part(source, 0, begin, end)
 
 
+def _long(layer: str) -> str:
+    """What names of weights begin with, of a layer of the model or of one that drafts."""
+    return layer if layer.startswith("mtp.") else f"model.{layer}"
+
+
 def _quantised_projections(
     name: str, spec: ModelSpec, packed: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, list[str], QuantizationScheme] | None:
     """Of a tensor that belongs to several quantised projections: what of them it is, their names, and how they are quantised."""
     module, last = stem_of(name)
-    layer, _, stem = module.removeprefix("model.").partition(".")
-    number, _, stem = stem.partition(".")
-    names = [f"model.{layer}.{number}.{one}" for one in packed.get(stem, ())]
+    match = _OF_LAYER.fullmatch(module)
+    names = [f"{_long(match['layer'])}.{one}" for one in packed.get(match["stem"], ())] if match else []
     if not names or last == "bias" or any(f"{one}.weight" not in weights_of(spec) for one in names):
         return None
     scheme = scheme_of(spec.quantization, names[0])

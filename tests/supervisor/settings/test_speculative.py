@@ -252,7 +252,7 @@ def test_models_with_states_have_drafts_but_no_model_that_drafts() -> None:
     said = (
         "method draft_model: caches of a model that drafts do not fit into pages of the states of LlamaForCausalLM; use"
     )
-    with pytest.raises(UsageError, match=f"^--speculative-config: {said} ngram or suffix$"):
+    with pytest.raises(UsageError, match=f"^--speculative-config: {said} ngram, suffix or mtp$"):
         rules.check(speculative.rules(drafting, facts, pools=False))
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from cpu_steps import BLOCK, LENGTH, MODEL, PROMPTS, tokens_of
+from cpu_steps import BLOCK, LENGTH, MODEL, PROMPTS, step, tokens_of
 from drafted_steps import add, begun, decode, plain, row_of, verify
+from hybrid_cases import CASES as STATES
 from small_models import CLASSIC, DEEPSEEK, SMALL
 from torch import Tensor
 
@@ -29,12 +31,24 @@ MTP: dict[str, Any] = {"num_nextn_predict_layers": 1, "max_position_embeddings":
 V3 = SMALL | DEEPSEEK["deepseek-v3"][1] | MTP
 V3 |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "topk_method": "noaux_tc"}
 GLM = SMALL | CLASSIC["glm4-moe"][1] | MTP | {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+NEXT = SMALL | STATES["qwen3-next"][1] | {"max_position_embeddings": LENGTH, "tie_word_embeddings": False}
+NEXT |= {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+OF_QWEN3_5: dict[str, Any] = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "mlp_only_layers": None,
+}
+OF_QWEN3_5 |= {"mtp_num_hidden_layers": 1}
 QWEN = {**MODEL, "num_hidden_layers": 5}
 EAGLE3 = MODEL | {"num_hidden_layers": 1, "tie_word_embeddings": False, "model_type": "llama", "draft_vocab_size": 120}
 EAGLE3 |= {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 3, "max_position_embeddings": 32}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepseek": (V3, {}),
     "glm": (GLM, {}),
+    "three layers": (V3 | {"num_nextn_predict_layers": 3}, {}),
+    "as many layers as drafts": (GLM | {"num_nextn_predict_layers": MOST}, {}),
+    "qwen3-next": (NEXT, {}),
+    "qwen3.5": (NEXT | OF_QWEN3_5, {}),
     "eagle3": (QWEN, EAGLE3),
     "eagle": (MODEL, EAGLE3 | {"draft_vocab_size": None}),
 }
@@ -96,22 +110,26 @@ def test_the_text_is_the_models_own(drafting: ModelEngine) -> None:
 
 
 def states_of(
-    made: ModelEngine, model: Decoder, ids: list[int], start: int, kv: list[LayerCache], given: Tensor | None
+    made: ModelEngine, model: Decoder, ids: list[int], start: int, kv: list[LayerCache], *given: Any
 ) -> Tensor:
-    """Of one request alone, in blocks of its own."""
+    """Of one request alone, in blocks of its own. given: what a drafter takes: states, and the number of its layer."""
     length = start + len(ids)
-    table, decodes = torch.arange(LENGTH // BLOCK)[None], int(len(ids) == 1)
+    size, decodes = made.rows.block_size, int(len(ids) == 1)
+    table = torch.arange(-(-LENGTH // size))[None]
     positions = torch.arange(start, length)
     lens = RequestLens(torch.tensor([length]), (len(ids),) * (1 - decodes), (length,) * (1 - decodes), length * decodes)
     groups = made.rows.num_groups
     batch = StepInputs(torch.tensor(ids), positions, (positions,) * groups, (table,) * groups, None, decodes, lens)
     with torch.inference_mode():
-        found: Tensor = model(batch, kv, made.compute.attention.step(batch, BLOCK), given)
+        found: Tensor = model(batch, kv, made.compute.attention.step(batch, size), *given)
         return found
 
 
 def empty(caches: list[LayerCache]) -> list[LayerCache]:
     def like(cache: LayerCache) -> LayerCache:
+        if (state := cache.state) is not None:
+            state = replace(state, ssm=torch.zeros_like(state.ssm), conv=torch.zeros_like(state.conv))
+            return replace(cache, state=state)
         keys = torch.zeros(LENGTH // BLOCK, *cache.keys.shape[1:])
         values = keys if cache.values.data_ptr() == cache.keys.data_ptr() else torch.zeros_like(keys)
         return LayerCache(keys, values, group=cache.group)
@@ -123,15 +141,18 @@ def from_scratch(made: ModelEngine, tokens: list[int], count: int) -> list[int]:
     """What is drafted greedily behind these tokens, of which each but the last has a state."""
     drafter, number = made.draft_model, len(made.model.layers)
     assert isinstance(drafter, StateDrafter)
-    states = states_of(made, made.model, tokens[:-1], 0, empty(made.compute.caches[:number]), None)
-    given = made.model.tapped[: len(states)].clone() if drafter.taps else states
-    own = empty(made.compute.caches[number:])
-    found, drafts = states_of(made, drafter, tokens[1:], 0, own, given)[-1:], list[int]()
+    found = states_of(made, made.model, tokens[:-1], 0, empty(made.compute.caches[:number]))
+    if drafter.taps:
+        found = made.model.tapped[: len(found)].clone()
+    own, ids, layers = empty(made.compute.caches[number:]), list(tokens), len(drafter.layers)
     for nth in range(count):
-        drafts.append(int(drafter.logits(found)[0].argmax()))
-        if nth < count - 1:
-            found = states_of(made, drafter, drafts[-1:], len(tokens) - 1 + nth, own, found)
-    return drafts
+        if nth < layers:
+            found = states_of(made, drafter, ids[1 + nth :], 0, own, found, *((nth,) if nth else ()))
+        else:
+            more = (layers - 1,) if layers > 1 else ()
+            found = states_of(made, drafter, ids[-1:], len(ids) - 1 - layers, own, found[-1:], *more)
+        ids.append(int(drafter.logits(found[-1:])[0].argmax()))
+    return ids[len(tokens) :]
 
 
 def test_drafts_are_those_of_a_computation_from_scratch(drafting: ModelEngine) -> None:
@@ -147,6 +168,22 @@ def test_drafts_are_those_of_a_computation_from_scratch(drafting: ModelEngine) -
         assert drafts.counts.tolist() == [MOST, MOST, 2]
         expected = [from_scratch(drafting, *both) for both in zip(known, drafts.counts.tolist(), strict=True)]
         assert [drafts.tokens[nth, : len(wanted)].tolist() for nth, wanted in enumerate(expected)] == expected
+
+
+@pytest.mark.parametrize("chunks", [(1, 1, 1, 22), (2, 23), (24, 1)])
+def test_chunks_of_a_prompt_make_no_difference(drafting: ModelEngine, chunks: tuple[int, ...]) -> None:
+    """Nor do chunks of fewer tokens than there are layers."""
+    drafting.reset()
+    prompt, start, text = PROMPTS[1], 0, list[int]()
+    news = [row_of(drafting, 1, prompt, len(prompt), KINDS[0])]
+    for count in chunks:
+        start += count
+        text = tokens_of(step(drafting, [(1, start - count, count, start == len(prompt))], news))
+        news = []
+    verification, known = drafting.verification, prompt + text
+    assert verification is not None
+    drafts = verification._drafter.propose(np.array([1], np.int32), np.array([26]), np.array([MOST], np.int32))
+    assert drafts.tokens[0].tolist() == from_scratch(drafting, known, MOST)
 
 
 def test_a_row_of_which_nothing_is_computed_has_no_drafts(drafting: ModelEngine) -> None:
