@@ -56,7 +56,8 @@ class KVEventBatch(Struct, array_like=True):
     data_parallel_rank: int | None = None
 
 
-decode = msgspec.msgpack.Decoder(KVEventBatch).decode  # of the encoding "map"
+_NAMES = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_decode = msgspec.msgpack.Decoder(tuple[float, list[Any], int | None]).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -66,6 +67,13 @@ def encode(batch: KVEventBatch, encoding: Encoding) -> bytes:
         return _encode(batch)
     events = [(type(event).__name__, *msgspec.structs.astuple(event)) for event in batch.events]
     return _encode((batch.ts, events, batch.data_parallel_rank))
+
+
+def decode(payload: bytes) -> KVEventBatch:
+    """The batch, in either encoding."""
+    ts, events, rank = _decode(payload)
+    found = [_NAMES[one[0]](*one[1:]) if isinstance(one, list) else msgspec.convert(one, KVEvent) for one in events]
+    return KVEventBatch(ts, found, rank)
 
 
 def hash_of(block_hash: bytes) -> int:
@@ -84,5 +92,22 @@ def address_of_rank(address: str, rank: int) -> str:
 
 
 def is_bound(address: str) -> bool:
-    """Whether the publisher listens there, as vLLM decides it; else it connects to one subscriber who does."""
-    return "*" in address or "::" in address or address.startswith("ipc://")
+    """Whether the publisher listens there, much as vLLM decides it; else it connects to one subscriber who does."""
+    return "*" in address or "::" in address or address.startswith(("ipc://", "tcp://0.0.0.0:"))
+
+
+class LocalSockets(Struct, frozen=True):
+    """Where the frontends of a node hear one scheduler: its batches, and replays."""
+
+    pub: str
+    replay: str
+
+    @classmethod
+    def of(cls, run_dir: str, index: int, incarnation: int) -> "LocalSockets":
+        path = f"ipc://{run_dir}/kv-events-{index}-{incarnation}"
+        return cls(f"{path}.sock", f"{path}-replay.sock")
+
+    @staticmethod
+    def pattern(index: int | None = None) -> str:
+        """Of the names of all that this scheduler had, or any."""
+        return f"kv-events-{'*' if index is None else index}-*.sock"

@@ -1,6 +1,7 @@
 """The scheduler's links, timers and clock."""
 
 import time
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -18,6 +19,7 @@ from meshlm.runtime.process.readable import about, requests
 from meshlm.scheduler_proc import batching_counts
 from meshlm.scheduler_proc.core import Scheduler
 from meshlm.scheduler_proc.estimates import Estimates
+from meshlm.scheduler_proc.kv_publisher import KVPublisher, Place, local_sockets
 from meshlm.scheduler_proc.limits import Limits
 
 TICK_S = 1.0
@@ -45,6 +47,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         lockstep=config.lockstep,
         sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
         kv_metrics_sample=observability.kv_cache_metrics_sample if observability.kv_cache_metrics else 0.0,
+        kv_events=config.kv_events.enabled,
         counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",
         num_stages=parallel.pipeline_parallel_size,
         dp_rank=index + (parallel.data_parallel_rank or 0),
@@ -59,6 +62,7 @@ class SchedulerApp(App):
         self._core: Scheduler | None = None
         self._early: list[Event] = []  # what peers said before start() ran
         self._said_serving = False
+        self._publisher: KVPublisher | None = None  # of the prefix cache's events
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
@@ -67,11 +71,21 @@ class SchedulerApp(App):
             kv_bytes = 1.0 if mesh.config.cache.kv_cache_dtype != "auto" else 0.0
             devices = mesh.config.parallel.workers_per_rank
             self._core.estimates = Estimates(mesh.config.resolved.spec, devices, kv_bytes)
+        facts = self._publish(mesh, self._core.limits.dp_rank)
         for event in self._early:
             self._do(event)
         self._tick()
         self.flush()
-        return {}
+        return facts
+
+    def _publish(self, mesh: Mesh, rank: int) -> dict[str, str]:
+        """Opens the sockets for the prefix cache's events, where they are wanted."""
+        config, me = mesh.config, mesh.identity
+        if not config.kv_events.enabled:
+            return {}
+        local = local_sockets(Path(config.run.run_dir), me.index, mesh.incarnation) if config.server.grpc else None
+        self._publisher = KVPublisher(config.kv_events, Place(rank, local), time.time)
+        return {"KV events": self._publisher.address}
 
     def _tick(self) -> None:
         assert self._mesh is not None
@@ -151,6 +165,8 @@ class SchedulerApp(App):
             self._note_plan(effects[0].message, now_ns)
             self._send(effects)
         self._send(self._core.report())
+        if self._publisher is not None and (events := self._core.kv_events()):
+            self._publisher.publish(events)
         if (
             self._core.serving is not self._said_serving
         ):  # at once: in a mesh that is ready nobody is observability waiting
@@ -167,6 +183,10 @@ class SchedulerApp(App):
                 "requests": len(plan.rows) // 4,
             }
             timeline.note("plan", "loop", begin_ns, flow=begin_ns, facts=facts)
+
+    async def stop(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
 
     def beat(self) -> tuple[int, str]:
         core = self._core

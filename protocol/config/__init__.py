@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
 from meshlm.protocol.config.experts import ExpertConfig
+from meshlm.protocol.config.kv_events import KVEventsConfig
 from meshlm.protocol.config.kv_transfer import KVTransferConfig
 from meshlm.protocol.config.model import ModelConfig
 from meshlm.protocol.config.observability import ObservabilityConfig
@@ -24,6 +25,7 @@ __all__ = [
     "PER_NODE",
     "CacheConfig",
     "ExpertConfig",
+    "KVEventsConfig",
     "KVTransferConfig",
     "MeshConfig",
     "ModelConfig",
@@ -47,6 +49,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    kv_events: KVEventsConfig = KVEventsConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -32,6 +32,7 @@ from meshlm.supervisor.settings import (
     compilation,
     determinism,
     flag_rules,
+    kv_events,
     kv_transfer,
     notes,
     parallel,
@@ -49,7 +50,9 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
-    config = kv_transfer.settled(speculative.settled(compilation.settled(placement.settled(config))))
+    config = compilation.settled(placement.settled(config))
+    for section in (speculative, kv_transfer, kv_events):
+        config = section.settled(config)
     config, said = compilation.without_compiler(config)
     files, generation = _read_files(config)
     family = family_of(files.spec.architecture)
@@ -62,7 +65,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     pools = pooling is not None
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
-    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules):
+    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules, kv_events.rules):
         check(table(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
     with raised_as(UsageError, plugins.PluginError):

@@ -173,7 +173,6 @@ ABSENT = {
     "--tokens-only": "prompts may be token ids, and return_token_ids gives the answer's",
     "--skip-tokenizer-init": "prompts may be token ids, and return_token_ids gives the answer's",
     "--uds": "--host and --port are where it listens; put a proxy before it for a Unix socket",
-    "--kv-events-config": "KV events are not published",
     "--kv-sharing-fast-prefill": "prompts are computed by all layers",
     **dict.fromkeys(("--data-parallel-multi-port-external-lb", "-dpm", "--data-parallel-supervisor-port"), _PER_RANK),
     **dict.fromkeys(("--dp-supervisor-probe-interval-s", "--dp-supervisor-probe-timeout-s"), _PER_RANK),
