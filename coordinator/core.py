@@ -13,6 +13,7 @@ from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.routing import Choice, Policy, Router
+from meshlm.protocol.config.kv_transfer import counts_of
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
@@ -43,11 +44,13 @@ class Coordinator:
         places: int = sys.maxsize,
         lockstep: JointGroup | None = None,
         sleep_mode: bool = False,
+        num_prefill_ranks: int = 0,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
         self.epoch = 0
         self.router = Router(policy, prefix_caching, places)
+        self.router.set_roles(num_prefill_ranks)
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, Held] = {}  # no rank that they may have serves, in the order of arrival
         self.moving = Moves(self.router)
@@ -122,11 +125,18 @@ class Coordinator:
                 return self._asking(self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now))
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
-            case control.ChangeSettings(values={"max_waiting": int(most)}):
-                self.max_waiting = most
+            case control.ChangeSettings(values=values):
+                self._change(values)
             case control.SetRanks() as ranks:
                 return self._set_ranks(ranks.num_ranks, now)
         return []
+
+    def _change(self, values: dict[str, str | int | float]) -> None:
+        """Settings are others from now on; the process has looked at the values."""
+        if isinstance(most := values.get("max_waiting"), int):
+            self.max_waiting = most
+        if isinstance(text := values.get("dp_roles"), str):
+            self.router.set_roles(counts_of(text)["prefill"])
 
     def _asking(self, sends: list[Send]) -> list[Send]:
         """Gives the messages, and notes of operations among them whether the mesh is to be paused."""
@@ -222,8 +232,9 @@ class Coordinator:
         return wanted if wanted < self.num_ranks else -1
 
     def _choose(self, admit: Admit) -> Choice | None:
-        again = admit.work.request_id in self.moving
-        return self.router.choose(admit.work, self._wanted(admit), admit.lost, again)
+        name = admit.work.request_id
+        by = self.moving.holder(name)
+        return self.router.choose(admit.work, self._wanted(admit), admit.lost, name in self.moving, by)
 
     def _refusal(self, admit: Admit) -> Refused | None:
         work = admit.work
@@ -245,12 +256,13 @@ class Coordinator:
 
     def _dispatch(self, choice: Choice, sender: Identity, incarnation: Incarnation, admit: Admit) -> list[Send]:
         work, rank = admit.work, choice.rank
+        holder = choice.holder.identity if choice.holder is not None else None
         effects = self._leave_others(work, rank)
         self.owner[work.request_id] = rank.identity
         self.router.dispatch(choice, work, incarnation, pinned=admit.dp_rank != -1 and not admit.again)
         return [
             *effects,
-            Send(rank.identity, edge.Assign(work, sender, incarnation)),
+            Send(rank.identity, edge.Assign(work, sender, incarnation, holder, choice.hands_off)),
             Send(sender, edge.Routed(work.handle, rank.identity, rank.incarnation)),
         ]
 
@@ -321,17 +333,22 @@ class Coordinator:
 
     def _returned(self, rank: Rank, returned: Iterable[edge.Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
-        found: dict[Identity, list[edge.Returned]] = {}
+        found: dict[tuple[Identity, bool], list[edge.Returned]] = {}
         for one in returned:
             entry = rank.requests.get(one.request_id)
             if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
                 self.router.drop(rank, one.request_id)
                 del self.owner[one.request_id]
-                self.moving.begin((one.request_id,), now)
+                if not one.handed_off:
+                    self.moving.begin((one.request_id,), now)
+            if one.handed_off:
+                rank.num_hand_offs += 1
+                if one.request_id not in self.owner:  # else a newer attempt of it has a rank already
+                    self.moving.hand_off(one.request_id, rank, now)
             member = self.members.get(one.detokenizer)
             if member is not None and member.incarnation == one.incarnation:
-                found.setdefault(one.detokenizer, []).append(one)
-        return [Send(identity, _readmit(back)) for identity, back in found.items()]
+                found.setdefault((one.detokenizer, one.handed_off), []).append(one)
+        return [Send(identity, _readmit(back)) for (identity, _), back in found.items()]
 
     def _release(self) -> list[Send]:
         """Other ranks serve than before: requests that may go there are sent, in the order of arrival."""
@@ -369,4 +386,5 @@ class Coordinator:
 def _readmit(returned: list[edge.Returned]) -> edge.Readmit:
     """The message that has their detokenizer admit these requests again."""
     num_crashes = tuple(one.num_crashes for one in returned)
-    return edge.Readmit(tuple(one.handle for one in returned), num_crashes if any(num_crashes) else ())
+    handles = tuple(one.handle for one in returned)
+    return edge.Readmit(handles, num_crashes if any(num_crashes) else (), handed_off=returned[0].handed_off)

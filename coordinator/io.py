@@ -40,6 +40,7 @@ class CoordinatorApp(App):
             config.resolved.max_num_seqs if config.resolved else sys.maxsize,
             JointGroup(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
             config.worker.enable_sleep_mode,
+            config.kv_transfer.num_prefill_ranks,
         )
         self._tick()
         return {}

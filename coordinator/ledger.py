@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import fields
 
+from meshlm.coordinator.roles import RankRole
 from meshlm.protocol.counts import ProcessCounts
 from meshlm.protocol.edges.admit import Load
 from meshlm.protocol.edges.control import GraphCounts, RankStats
@@ -29,6 +30,8 @@ class Entry:
     attempt: int
     incarnation: Incarnation  # of its detokenizer
     given: int  # tokens that it came with
+    loaded: int = 0  # prompt tokens whose KV another rank is taken to have; 0 from its first token on
+    leg: RankRole = RankRole.BOTH  # the work that it came for
     waiting: bool = True  # no token has come yet
 
 
@@ -42,8 +45,11 @@ class Rank:
     graphs: GraphCounts = GraphCounts()  # as its worker said last
     counts: ProcessCounts = ProcessCounts()  # as it said last
     retiring: bool = False
+    role: RankRole = RankRole.BOTH
+    num_hand_offs: int = 0  # requests that it handed off, since this coordinator began
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
+    loading_tokens: int = 0  # whose KV comes from other ranks
     decode_tokens: int = 0
     unknown_tokens: int = 0  # of requests that an earlier incarnation of the coordinator dispatched
     num_unstarted: int = 0
@@ -76,6 +82,20 @@ class Rank:
         """The number of tokens that the rank's KV cache holds."""
         return self.load.num_blocks * self.load.block_size if self.load is not None else 0
 
+    @property
+    def room(self) -> int:
+        """The number of tokens that a new request may bring and be computed at once; 0 while others wait."""
+        load = self.load
+        if not self.open or load is None or load.num_waiting:
+            return 0
+        return load.num_free_blocks * load.block_size - self.prefill_tokens - self.loading_tokens
+
+    def takes_at_once(self, num_tokens: int, places: int) -> bool:
+        """Whether a request of so many tokens would begin there without a wait, where `places` requests run at a time."""
+        if self.load is None or self.room < num_tokens:
+            return False
+        return self.load.num_running + self.num_fresh < places
+
     def waiting(self, places: int) -> int:
         """Requests in its queue, of which `places` run at a time; those that it has not spoken of since take free places first."""
         load = self.load
@@ -93,6 +113,8 @@ class Rank:
             graphs=self.graphs,
             incarnation=self.incarnation,
             counts=self.counts,
+            role="" if self.role is RankRole.BOTH else self.role.value,
+            num_hand_offs=self.num_hand_offs,
         )
 
     @property
@@ -105,6 +127,7 @@ class Rank:
         self.remove(request_id)
         self.requests[request_id] = entry
         self.prefill_tokens += entry.prefill
+        self.loading_tokens += entry.loaded
         self.decode_tokens += entry.output
         self.num_unstarted += 1
         self.num_fresh += 1
@@ -114,14 +137,16 @@ class Rank:
         if entry is None or not entry.waiting:
             return None
         self.prefill_tokens -= entry.prefill
+        self.loading_tokens -= entry.loaded
         self.num_unstarted -= 1
-        entry.prefill, entry.waiting = 0, False
+        entry.prefill, entry.loaded, entry.waiting = 0, 0, False
         return entry
 
     def remove(self, request_id: RequestId) -> None:
         entry = self.requests.pop(request_id, None)
         if entry is not None:
             self.prefill_tokens -= entry.prefill
+            self.loading_tokens -= entry.loaded
             self.decode_tokens -= entry.output
             self.num_unstarted -= entry.waiting
 
@@ -135,5 +160,6 @@ class Rank:
     def check(self) -> None:
         entries = self.requests.values()
         assert self.prefill_tokens == sum(entry.prefill for entry in entries)
+        assert self.loading_tokens == sum(entry.loaded for entry in entries)
         assert self.decode_tokens == sum(entry.output for entry in entries)
         assert self.num_unstarted == sum(entry.waiting for entry in entries)

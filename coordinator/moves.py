@@ -1,4 +1,5 @@
-"""Requests between two ranks: which are on their way, which ranks wait for their workers, and when a rank is asked for requests.
+"""Requests between two ranks: which are on their way, who has their KV, which ranks wait for their workers, and when a rank is asked
+for requests.
 
 Pure; owned by core.py. rehome.py says which requests should leave; this asks their rank for them, once, and knows of those that are
 at no rank. Where they go is decided when their detokenizer admits them again, which is the core's part.
@@ -23,11 +24,14 @@ class Moves:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._until: dict[RequestId, float] = {}
+        self._handed: dict[
+            RequestId, tuple[Rank, float]
+        ] = {}  # the rank that computed the prompt, and until when that counts
         self._stranded: set[Identity] = set()  # ranks with requests and without workers
         self._rescue_at = 0.0
 
     def __contains__(self, request_id: RequestId) -> bool:
-        return request_id in self._until
+        return request_id in self._until or request_id in self._handed
 
     def __len__(self) -> int:
         return len(self._until)
@@ -36,12 +40,23 @@ class Moves:
         """Asked back, or known to be nowhere: their detokenizer admits them again."""
         self._until.update(dict.fromkeys(request_ids, now + MOVE_S))
 
+    def hand_off(self, request_id: RequestId, rank: Rank, now: float) -> None:
+        """This rank gave it back with its first token. It is no sign of a rank without room, so it holds up no other move."""
+        self._handed[request_id] = (rank, now + MOVE_S)
+
+    def holder(self, request_id: RequestId) -> Rank | None:
+        """The rank that has handed the request off, and has its KV."""
+        handed = self._handed.get(request_id)
+        return handed[0] if handed is not None else None
+
     def end(self, request_id: RequestId) -> bool:
         """It has a rank again, stays or has ended. Whether it was on its way."""
-        return self._until.pop(request_id, None) is not None
+        handed = self._handed.pop(request_id, None)
+        return self._until.pop(request_id, None) is not None or handed is not None
 
     def expire(self, now: float) -> None:
         self._until = {request_id: until for request_id, until in self._until.items() if until > now}
+        self._handed = {request_id: handed for request_id, handed in self._handed.items() if handed[1] > now}
 
     def loaded(self, rank: Rank, could: bool, now: float) -> None:
         """The rank's own word came; `could` it serve before? Without its workers, rescue() looks for room elsewhere."""

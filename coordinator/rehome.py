@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from heapq import heapify, heapreplace
 
 from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.roles import SPILL, RankRole
 from meshlm.coordinator.routing import PREFILL_WEIGHT
 from meshlm.protocol.wire.ids import Identity, RequestId
 
@@ -17,23 +18,28 @@ MOST_AT_ONCE = 256  # from one rank
 
 def plan(ranks: Iterable[Rank]) -> dict[Identity, list[RequestId]]:
     """Requests to ask back, newest first: those that came first start soonest where they are."""
-    open_ones = [rank for rank in ranks if rank.open]
-    free = [_Free(rank) for rank in open_ones if not rank.num_unstarted and rank.load and not rank.load.num_waiting]
+    open_ones = sorted((rank for rank in ranks if rank.open), key=lambda rank: -rank.score)
     found: dict[Identity, list[RequestId]] = {}
-    if not free:
-        return found
-    heapify(free)
-    for rank in sorted(open_ones, key=lambda rank: -rank.score):
-        num_waiting = min(rank.load.num_waiting if rank.load is not None else 0, MOST_AT_ONCE)
-        if num_waiting and (leaving := _leaving(rank, num_waiting, free)):
-            found[rank.identity] = leaving
+    for leg in RankRole:
+        free = [room for rank in open_ones if (room := _free_for(rank, leg)) is not None]
+        if not free:
+            continue
+        heapify(free)
+        for rank in open_ones:
+            num_waiting = min(rank.load.num_waiting if rank.load is not None else 0, MOST_AT_ONCE)
+            num_left = num_waiting - len(found.get(rank.identity, ()))
+            if num_left > 0 and (leaving := _leaving(rank, num_left, free, leg)):
+                found.setdefault(rank.identity, []).extend(leaving)
     return found
 
 
 def rescue(stranded: Iterable[Rank], ranks: Iterable[Rank]) -> dict[Identity, list[RequestId]]:
     """Requests to ask back of ranks without workers, in the order of dispatch. Those with no room elsewhere wait for the workers:
     behind a full rank they might wait longer, and would make others wait."""
-    rooms = sorted(room for rank in ranks if (room := _room(rank)) > 0)
+    open_ones = [rank for rank in ranks if rank.open]
+    # What comes from a rank without workers has lost its KV: it goes to a rank for prompts, if one is there.
+    takers = [rank for rank in open_ones if rank.role is not RankRole.DECODE] or open_ones
+    rooms = sorted(rank.room for rank in takers if rank.room > 0)
     found: dict[Identity, list[RequestId]] = {}
     for rank in stranded:
         if not rooms or rank.load is None or not rank.requests:
@@ -48,11 +54,15 @@ def rescue(stranded: Iterable[Rank], ranks: Iterable[Rank]) -> dict[Identity, li
     return found
 
 
-def _room(rank: Rank) -> int:
-    """Tokens that can be computed here at once."""
-    if not rank.open or rank.load is None or rank.load.num_waiting:
-        return 0
-    return rank.load.num_free_blocks * rank.load.block_size - rank.prefill_tokens
+def _free_for(rank: Rank, leg: RankRole) -> "_Free | None":
+    """What a rank without a queue would take of the requests at this leg; None: nothing. As the router, which places them, has it: an
+    idle rank takes prompts where others decode."""
+    if rank.num_unstarted or rank.load is None or rank.load.num_waiting:
+        return None
+    if rank.role is leg:
+        return _Free(rank, rank.score)
+    spills = leg is RankRole.PREFILL and rank.role is RankRole.DECODE and rank.idle
+    return _Free(rank, rank.score + SPILL) if spills else None
 
 
 class _Free:
@@ -60,21 +70,22 @@ class _Free:
 
     __slots__ = ("score", "tokens")
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, score: float) -> None:
         assert rank.load is not None
-        self.score, self.tokens = rank.score, rank.load.num_free_blocks * rank.load.block_size
+        self.score, self.tokens = score, rank.load.num_free_blocks * rank.load.block_size
 
     def __lt__(self, other: "_Free") -> bool:
         return self.score < other.score
 
 
-def _leaving(rank: Rank, num_waiting: int, free: list[_Free]) -> list[RequestId]:
+def _leaving(rank: Rank, num_waiting: int, free: list[_Free], leg: RankRole) -> list[RequestId]:
+    """Requests at this leg that would start sooner elsewhere. One whose KV is being loaded stays: another rank would load it again."""
     leaving: list[RequestId] = []
     score = rank.score
     for request_id, entry in reversed(rank.requests.items()):
         if len(leaving) >= num_waiting:
             break
-        if not entry.waiting or entry.pinned:
+        if not entry.waiting or entry.pinned or entry.loaded or entry.leg is not leg:
             continue
         there = free[0]
         tokens = entry.prefill + entry.cached

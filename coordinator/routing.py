@@ -4,6 +4,7 @@ Pure; owned by core.py. The ledger is event-sourced: dispatch, first token and e
 Load only corrects it. A rank's score is the work that is ahead of it, in decode tokens; a request goes where the score plus the
 prompt tokens that it would have to compute there is least. Of equal ranks it is the one that was not chosen for longest: where
 one request comes after the other, all caches fill. Candidates are kept sorted, so that a choice does not look at all.
+Where ranks have roles all this is so among those of the role that the request needs next (roles.py).
 """
 
 import sys
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
+from meshlm.coordinator.roles import SPILL, RankRole, can_be_handed_off, next_leg, role_of
 from meshlm.protocol.edges.admit import EngineRequest, Load, SchedulerIncarnation, Started
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
@@ -30,12 +32,17 @@ SMOOTHING = 0.02
 
 
 class Choice(Struct, frozen=True):
-    """A rank, and what its prefix cache saves there."""
+    """A rank, and what its prefix cache saves there. In a mesh with roles also the leg that the request is at, another rank that has
+    more of its KV, and whether the rank is to hand it off."""
 
     rank: Rank
     chain: Chain
     found: Found
-    cached: int  # prompt tokens
+    cached: int  # tokens
+    leg: RankRole = RankRole.BOTH
+    holder: Rank | None = None
+    loaded: int = 0  # tokens that the holder has beyond those
+    hands_off: bool = False
 
 
 class Router:
@@ -50,17 +57,31 @@ class Router:
         self.num_waiting = 0  # by the ranks' own word ...
         self.num_fresh = 0  # ... and what was dispatched since
         self.changes = 0  # counts when other ranks take requests than before
-        self._order: list[tuple[float, int, int]] = []  # (score, used, number) of those that take requests
+        self.num_prefill_ranks = 0  # the first ranks; 0: each does both
+        # By role, (score, used, number) of the ranks that take requests.
+        self._order: dict[RankRole, list[tuple[float, int, int]]] = {role: [] for role in RankRole}
         self._by_number: dict[int, Rank] = {}
         self._clock = 0  # counts dispatches
-        self._last = -1  # round-robin: whose turn it was
-        self._turns: list[int] = []  # numbers of those that take requests ...
+        self._last = dict.fromkeys(RankRole, -1)  # round-robin: whose turn it was
+        self._turns: dict[RankRole, list[int]] = {}  # numbers of those that take requests ...
         self._turns_at = -1  # ... after so many changes
 
     # --- ranks come and go ---
 
     def add(self, rank: Rank) -> None:
+        rank.role = role_of(rank.number, self.num_prefill_ranks)
         self.ranks[rank.identity] = self._by_number[rank.number] = rank
+
+    def set_roles(self, num_prefill_ranks: int) -> None:
+        """The first ranks are for prompts from now on. What they have already stays."""
+        if num_prefill_ranks == self.num_prefill_ranks:
+            return
+        self.num_prefill_ranks = num_prefill_ranks
+        for rank in self.ranks.values():
+            self._out_of_order(rank)
+            rank.role = role_of(rank.number, num_prefill_ranks)
+            self._reorder(rank)
+        self.changes += 1
 
     def remove(self, identity: Identity) -> Rank:
         rank = self.ranks.pop(identity)
@@ -80,48 +101,103 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        return len(self._order)
+        return sum(map(len, self._order.values()))
 
     # --- choosing ---
 
     def choose(
-        self, work: EngineRequest, wanted: int = -1, lost: Iterable[SchedulerIncarnation] = (), again: bool = False
+        self,
+        work: EngineRequest,
+        wanted: int = -1,
+        lost: Iterable[SchedulerIncarnation] = (),
+        again: bool = False,
+        handed_off: Rank | None = None,
     ) -> Choice | None:
         """The rank for a request: the wanted one, or the policy's; none of those incarnations that are `lost`, or that came before
         them. None when none may have it.
 
-        `again`: it is taken from a rank for the sake of balance, which round-robin would not give.
+        `again`: it is taken from a rank for the sake of balance, which round-robin would not give. `handed_off`: by this rank.
         """
         over: Over = {one.scheduler: one.incarnation for one in lost}
-        if self.policy == "round-robin" and wanted == -1 and not again:
-            rank = self._next(over)
-            return None if rank is None else Choice(rank, [], [], 0)
         chain: Chain = []
         found: Found = []
         if self.index is not None and work.reads_prefix_cache:
             chain = chain_of(work.prompt_token_ids, work.cache_salt, work.extras)
             found = self.index.find(chain)
+        has_kv = handed_off is not None and self.ranks.get(handed_off.identity) is handed_off and handed_off.serving
+        holder = handed_off if has_kv else None
+        leg = self._leg(work, found, holder)
         if wanted != -1:
             rank = self._by_number.get(wanted)
             if rank is None or not rank.open or _is_over(rank, over):
                 return None
         else:
-            rank = self._best(found, over)
+            in_turn = self.policy == "round-robin" and not again
+            rank = self._place(_num_given(work), leg, over, None if in_turn else found)
             if rank is None:
                 return None
-        return Choice(rank, chain, found, _cached(found, rank.number))
+        choice = Choice(rank, chain, found, _cached(found, rank.number), leg)
+        return choice if leg is RankRole.BOTH else self._with_roles(choice, work, holder, is_pinned=wanted != -1)
 
-    def _next(self, over: Over) -> Rank | None:
+    def _leg(self, work: EngineRequest, found: Found, holder: Rank | None) -> RankRole:
+        if not self.num_prefill_ranks:
+            return RankRole.BOTH
+        if holder is not None:
+            return RankRole.DECODE
+        cached = next((tokens for tokens, mask in found if mask >> self.num_prefill_ranks), 0)
+        return next_leg(work, _num_given(work) - cached)
+
+    def _with_roles(self, choice: Choice, work: EngineRequest, holder: Rank | None, *, is_pinned: bool) -> Choice:
+        """The choice with the rank that has more of the KV, and whether the request is handed off."""
+        rank, cached, most = choice.rank, choice.cached, _num_given(work) - 1  # the newest token has no KV
+        if holder is rank:
+            cached, holder = most, None
+        elif holder is None and choice.found and choice.found[0][0] > cached:
+            most, mask = min(choice.found[0][0], most), choice.found[0][1]
+            numbers = (number for number in range(mask.bit_length()) if mask >> number & 1)
+            there = [one for one in map(self._by_number.__getitem__, numbers) if one.serving]
+            holder = min(there, key=lambda one: (one.score, one.number), default=None)
+        hands_off = (
+            not is_pinned
+            and choice.leg is RankRole.PREFILL is rank.role
+            and bool(self._order[RankRole.DECODE])
+            and can_be_handed_off(work)
+        )
+        loaded = max(0, most - cached) if holder is not None else 0
+        return Choice(rank, choice.chain, choice.found, cached, choice.leg, holder, loaded, hands_off)
+
+    def _place(self, num_tokens: int, leg: RankRole, over: Over, found: Found | None) -> Rank | None:
+        """A rank for a request of so many tokens at this leg; without `found` by turns. One of the right role, unless none takes
+        requests, or the request would wait there and a rank of the other role has nothing to do."""
+        right = self._next(over, leg) if found is None else self._best(found, over, leg)
+        if leg is RankRole.BOTH:
+            return right
+        if right is None:
+            return self._best(found or [], over, leg.other)
+        ranks = (self._by_number[number] for _, _, number in self._order[leg.other][:1])
+        other = next((rank for rank in ranks if rank.idle and not _is_over(rank, over)), None)
+        if other is None or not other.takes_at_once(num_tokens, self.places):
+            return right
+        if leg is RankRole.DECODE:
+            spills = not right.takes_at_once(num_tokens, self.places)
+        else:
+            known = _cached(found or [], right.number) - _cached(found or [], other.number)
+            spills = other.score + SPILL < right.score - MISS_WEIGHT * known
+        return other if spills else right
+
+    def _next(self, over: Over, role: RankRole) -> Rank | None:
         if self._turns_at != self.changes:
-            self._turns, self._turns_at = sorted(number for _, _, number in self._order), self.changes
-        at, count = bisect_left(self._turns, self._last + 1), len(self._turns)
-        for number in (self._turns[(at + step) % count] for step in range(count)):
+            self._turns = {role: sorted(number for _, _, number in order) for role, order in self._order.items()}
+            self._turns_at = self.changes
+        turns = self._turns[role]
+        at, count = bisect_left(turns, self._last[role] + 1), len(turns)
+        for number in (turns[(at + step) % count] for step in range(count)):
             if not _is_over(self._by_number[number], over):
-                self._last = number
+                self._last[role] = number
                 return self._by_number[number]
         return None
 
-    def _best(self, found: Found, over: Over) -> Rank | None:
+    def _best(self, found: Found, over: Over, role: RankRole) -> Rank | None:
         """Least score plus prefill. First those that know much, if few; then by score, until none further can be better."""
         best: Rank | None = None
         least = float("inf")
@@ -133,10 +209,12 @@ class Router:
             while mask:
                 rank = self._by_number[mask.bit_length() - 1]
                 mask ^= 1 << rank.number
+                if not rank.open or rank.role is not role:
+                    continue
                 cost = rank.score - MISS_WEIGHT * cached
-                if rank.open and (cost, rank.used) < (least, best.used if best else 0) and not _is_over(rank, over):
+                if (cost, rank.used) < (least, best.used if best else 0) and not _is_over(rank, over):
                     best, least = rank, cost
-        for looked_at, (score, _, number) in enumerate(self._order):
+        for looked_at, (score, _, number) in enumerate(self._order[role]):
             if score - MISS_WEIGHT * most >= least or looked_at >= MOST_LOOKED_AT:
                 break
             cost = score - MISS_WEIGHT * (_cached(found, number) if most else 0)
@@ -151,11 +229,12 @@ class Router:
         self._clock += 1
         last_use = 0
         if index is not None and choice.chain:
-            last_use = index.last_use(rank.number, choice.chain, choice.cached)
+            last_use = index.last_use(rank.number, choice.chain, _cached(choice.found, rank.number))
             index.add(rank.number, choice.chain, self._clock, rank.kv_tokens, MAX_CHUNKS // len(self.ranks))
-        given = (len(work.prompt_token_ids) + len(work.output_token_ids)) // 4
-        prefill = given - choice.cached
-        entry = Entry(prefill, self._output(work), choice.cached, last_use, pinned, work.attempt, incarnation, given)
+        given, output = _num_given(work), 1 if choice.hands_off else self._output(work)
+        prefill = given - choice.cached - choice.loaded
+        of_whom = pinned, work.attempt, incarnation
+        entry = Entry(prefill, output, choice.cached, last_use, *of_whom, given, choice.loaded, choice.leg)
         rank.add(work.request_id, entry)
         self.num_fresh += 1
         self._reorder(rank, used=self._clock)
@@ -182,7 +261,8 @@ class Router:
         for started in load.started:
             self._started(rank, started)
         if load.ended and before is not None:
-            mean = (load.generation_tokens - before.generation_tokens) / len(load.ended)
+            num_left = sum(one.handed_off for one in load.returned)  # they had one token there
+            mean = (load.generation_tokens - before.generation_tokens - num_left) / len(load.ended)
             self.mean_output += min(1.0, SMOOTHING * len(load.ended)) * (mean - self.mean_output)
         for request_id in load.ended:
             rank.remove(request_id)
@@ -211,19 +291,21 @@ class Router:
         rank.used = used or rank.used
         if rank.open:
             rank.score = rank.work(PREFILL_WEIGHT)
-            insort(self._order, (rank.score, rank.used, rank.number))
+            insort(self._order[rank.role], (rank.score, rank.used, rank.number))
             rank.in_order = True
         self.changes += was_open is not rank.in_order
 
     def _out_of_order(self, rank: Rank) -> None:
         if rank.in_order:
-            del self._order[bisect_left(self._order, (rank.score, rank.used, rank.number))]
+            order = self._order[rank.role]
+            del order[bisect_left(order, (rank.score, rank.used, rank.number))]
             rank.in_order = False
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
-        places = ((rank.score, rank.used, rank.number) for rank in self.ranks.values() if rank.open)
-        assert self._order == sorted(places)
+        for role, order in self._order.items():
+            open_ones = (rank for rank in self.ranks.values() if rank.open and rank.role is role)
+            assert order == sorted((rank.score, rank.used, rank.number) for rank in open_ones)
         loads = [rank.load for rank in self.ranks.values() if rank.load is not None]
         assert self.num_waiting == sum(load.num_waiting for load in loads)
         assert self.num_fresh == sum(rank.num_fresh for rank in self.ranks.values())
@@ -240,6 +322,10 @@ def _cached(found: Found, number: int) -> int:
         if mask >> number & 1:
             return cached
     return 0
+
+
+def _num_given(work: EngineRequest) -> int:
+    return (len(work.prompt_token_ids) + len(work.output_token_ids)) // 4
 
 
 def _is_over(rank: Rank, over: Over) -> bool:

@@ -169,11 +169,12 @@ class Attempts:
     def readmit(self, readmit: Readmit) -> list[Effect]:
         """Admits a request again that its rank gave back. No attempt has failed; its count of crashed workers goes with it."""
         effects: list[Effect] = []
+        reason = "handed_off" if readmit.handed_off else "given_back"
         for handle, num_crashes in zip_longest(readmit.handles, readmit.num_crashes, fillvalue=0):
             request = self._journal.by_handle.get(handle)
             if request is not None:
                 request.num_crashes, request.crashed_at = num_crashes, len(request.output_token_ids)
-                effects += self._next_attempt(request, "given_back")
+                effects += self._next_attempt(request, reason)
         return effects
 
     def _admit_again(self, request: RequestState) -> list[Effect]:

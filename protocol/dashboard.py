@@ -48,6 +48,8 @@ class RankView(Struct, frozen=True):
     expert_loads: tuple[int, ...]
     accepted: float | None  # share of the drafted tokens of the last seconds, 0 .. 1; None: none were drafted
     accepted_len: float | None  # tokens of a step that had drafts, in the mean
+    role: str = ""  # prefill or decode (--dp-roles); "": the ranks have no roles
+    hand_offs: int = 0  # requests that it gave to a rank that decodes
 
 
 class Percentiles(Struct, frozen=True):

@@ -30,6 +30,16 @@ class ExtraKind(Struct, frozen=True):
         return True
 
     @property
+    def brings_kv(self) -> bool:
+        """Whether another mesh has computed its request's prompt."""
+        return False
+
+    @property
+    def leaves_kv(self) -> bool:
+        """Whether another mesh comes for the KV of its request's prompt."""
+        return False
+
+    @property
     def max_drafts(self) -> int | None:
         """The drafted tokens of its request that a step may verify, at most; None: any number."""
         return None

@@ -22,6 +22,14 @@ class KVTransfer(ExtraKind, frozen=True, tag="kv_transfer"):
     def num_bytes(self) -> int:
         return len(self.params)
 
+    @property
+    def brings_kv(self) -> bool:
+        return self.loads
+
+    @property
+    def leaves_kv(self) -> bool:
+        return self.leaves
+
 
 def transfer_of(given: dict[str, Any] | None, *, has_connector: bool) -> tuple[KVTransfer, ...]:
     """The extra of a request with this field; none where neither flag is set. ValueError where it cannot be honoured."""

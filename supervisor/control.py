@@ -91,6 +91,7 @@ class MeshStatus(Struct, frozen=True):
     scaling_failed: str = ""  # why the last change was undone
     record_requests: str = ""  # the folder of its recordings
     missing: str = ""  # ranks or workers that no node of the mesh has now
+    dp_roles: str = ""  # as the flag has it, now
 
 
 class ControlServer:

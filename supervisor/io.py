@@ -146,7 +146,8 @@ class Supervisor:
                 self._beats[peer] = message
                 self._do(events.Beaten(peer, incarnation, message.step, message.phase))
             case edge.ChangeSettings():
-                self.change(message.values)
+                if why := self.change(message.values):  # the mesh is another one since the frontend looked at them
+                    self.line(f"settings stay as they are: {why}")
             case edge.OpenRequests():
                 self.operations.num_open[peer] = message.num_open
             case TimelinePart():

@@ -220,6 +220,8 @@ def _rank_view(rank: RankStats, rates: dict[Count, float]) -> RankView:
         prompt_per_s=round(rates[(*of, "prompt")], 1),
         generated_per_s=round(rates[(*of, "generated")], 1),
         busy=round(busy / (busy + idle), 3) if busy + idle else 0.0,
+        role=rank.role,
+        hand_offs=rank.num_hand_offs,
     )
 
 

@@ -26,6 +26,7 @@ _HERE, _CACHED = "local_compute", "local_cache_hit"
 _ENGINE = ("model_name", "engine")
 __all__ = ["Metrics", "exposition", "scrape"]
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
+_ROLES = ("prefill", "decode")  # of ranks (--dp-roles)
 # By name: the field of RankStats, and the text.
 _RANK_GAUGES = {
     "num_requests_running": ("num_running", "Requests in the running batch."),
@@ -36,6 +37,7 @@ _RANK_COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("num_preemptions", "Preempted requests."),
+    "request_hand_offs": ("num_hand_offs", "Requests that went on at a rank that decodes (--dp-roles)."),
     "device_busy_seconds": ("busy_ns", "Seconds that the device has computed."),
     "device_idle_seconds": ("idle_ns", "Seconds that it stood still although requests were running."),
 }
@@ -189,9 +191,11 @@ class Metrics:
         }
         asleep = "1 for the state that it is in: awake, weights_offloaded (level 1) or discard_all (level 2)."
         self._sleep = _shared("engine_sleep_state", asleep, *_ENGINE, "sleep_state")
+        self._roles = _shared("rank_role", "1 for the rank's role: prefill or decode (--dp-roles).", *_ENGINE, "role")
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
         self._known: set[str] = set()
+        self._has_role: set[str] = set()
         self._cache = cache
         self._info: Gauge | None = None
         self._cache_sizes: dict[tuple[str, str], tuple[str, str]] = {}  # of each engine, as it was told last
@@ -240,12 +244,18 @@ class Metrics:
                 gauge.labels(self._model, gone).set(0)
             for state in _SLEEP_STATES:
                 self._sleep.labels(self._model, gone, state).set(0)
+            for role in _ROLES if gone in self._has_role else ():
+                self._roles.labels(self._model, gone, role).set(0)
         self._known = engines
         for rank in stats.ranks:
             engine = (self._model, str(rank.dp_rank))
             self._tell_cache(rank)
             for level, state in enumerate(_SLEEP_STATES):
                 self._sleep.labels(*engine, state).set(rank.sleeping.level == level)
+            if rank.role:
+                self._has_role.add(engine[1])
+            for role in _ROLES if rank.role else ():
+                self._roles.labels(*engine, role).set(rank.role == role)
             for field, gauge in self._gauges.items():
                 gauge.labels(*engine).set(getattr(rank, field))
             for field, counter in self._counters.items():

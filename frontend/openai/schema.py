@@ -213,6 +213,7 @@ class Settings(Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_concurrent_requests: Annotated[int, Meta(ge=1)] | None = None
     max_concurrent_bytes: Annotated[int, Meta(ge=1 << 20)] | None = None
     max_waiting: Annotated[int, Meta(ge=0)] | None = None
+    dp_roles: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class CollectiveRpcRequest(Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai.schema import CollectiveRpcRequest, ScaleRequest, Settings
 from meshlm.protocol import operations as ops
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.config.changing import CHANGING, changed
+from meshlm.protocol.config.changing import CHANGING, checked
 from meshlm.protocol.edges.control import ChangeSettings, MeshStats, RanksScaled, ScaleRanks
 from meshlm.protocol.operations import Action, CallWorkers, OperationDone, ResetPrefixCache
 from meshlm.protocol.sleeping import TAGS
@@ -258,7 +258,7 @@ def change_settings(backend: MeshOperations, asked: Settings) -> dict[str, Any]:
     """Have them in all processes of the mesh, soon. They hold until the mesh ends."""
     values = {name: value for name, value in msgspec.structs.asdict(asked).items() if value is not None}
     try:
-        after = changed(backend.config, values)
+        after = checked(backend.config, values)
     except ValueError as error:
         raise HttpError(400, str(error), next(iter(values))) from None
     backend.change(values)

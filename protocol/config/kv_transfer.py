@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+ROLES = ("prefill", "decode")
+
 
 class KVTransferConfig(Struct, frozen=True, kw_only=True):
     """Flags, and below them what they come to. Names are vLLM's where the meaning is the same."""
@@ -53,3 +55,25 @@ class KVTransferConfig(Struct, frozen=True, kw_only=True):
     def moves(self) -> bool:
         """Whether pages move at all; if not, nothing of it costs anything."""
         return self.has_store or self.shares_pages or bool(self.connectors)
+
+
+def counts_of(dp_roles: str) -> dict[str, int]:
+    """The number of ranks of each role. ValueError in words that follow the setting's name."""
+    counts: dict[str, int] = {}
+    for word in dp_roles.split(","):
+        role, _, count = word.partition(":")
+        if role not in ROLES or role in counts or not count.isdecimal() or not int(count):
+            raise ValueError(f"{word!r} is no role with a number; prefill:1,decode:1 would be some")
+        counts[role] = int(count)
+    if len(counts) < len(ROLES):
+        missing = next(role for role in ROLES if role not in counts)
+        raise ValueError(f"no rank is for {missing}; without roles each rank does both")
+    return counts
+
+
+def num_prefill_ranks(dp_roles: str, num_ranks: int) -> int:
+    """The number of ranks for prompts, of so many in all. ValueError as above."""
+    counts = counts_of(dp_roles)
+    if (total := sum(counts.values())) != num_ranks:
+        raise ValueError(f"{total} ranks, and --data-parallel-size is {num_ranks}; give both alike")
+    return counts["prefill"]

@@ -92,6 +92,7 @@ class Readmit(Struct, frozen=True, tag="readmit"):
 
     handles: tuple[Handle, ...]
     num_crashes: tuple[int, ...] = ()  # Returned.num_crashes of each; (): none had any
+    handed_off: bool = False  # Returned.handed_off of all
 
 
 CoordinatorToDetokenizer = Routed | Refused | RankLost | Readmit

@@ -4,10 +4,9 @@ The supervisor knows processes (pids, restarts); the coordinator knows members (
 """
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.config.changing import changed
+from meshlm.protocol.config.changing import changed, with_num_ranks
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.sleeping import AWAKE, Sleeping
@@ -91,7 +90,7 @@ class SetRanks(Struct, frozen=True, tag="set_ranks"):
 
     def applied(self, config: MeshConfig) -> MeshConfig:
         """The configuration with this number."""
-        return replace(config, parallel=replace(config.parallel, data_parallel_size=self.num_ranks))
+        return with_num_ranks(config, self.num_ranks)
 
 
 class NodeJoin(Struct, frozen=True, tag="node_join"):
@@ -316,6 +315,8 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     sleeping: Sleeping = AWAKE
     kv_cache_tokens: int = 0
     kv_cache_requests: float = 0.0
+    role: str = ""  # prefill or decode; "": the ranks have no roles
+    num_hand_offs: int = 0  # requests that it gave to a rank that decodes, since the coordinator's start
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

@@ -127,6 +127,7 @@ def _left_behind(port: int | None) -> Path:
 def show(status: control.MeshStatus) -> None:
     """Print a table for people: names and pids are copied from here, so no cell is cut or wrapped."""
     ranks = f", {status.data_parallel_size} ranks" if status.data_parallel_size > 1 else ""
+    ranks += f" ({status.dp_roles})" if status.dp_roles else ""
     lacks = f": no node has {status.missing}" if status.missing else ""
     state = f" ({status.scaling})" if status.scaling else "" if status.ready else f" (not ready{lacks})"
     where = f"on port {status.port}" if status.port else "on a node without HTTP"

@@ -118,13 +118,19 @@ def _ranks(ranks: Iterable[RankView]) -> list[Text]:
         groups = ", ".join(f"{readable(name)} {count}" for name, count in rank.kv_groups.items())
         step = "  ".join(f"{name} {seconds(value)}" for name, value in rank.step.items())
         rows.append([
-            (str(rank.rank), "bold"), (str(rank.running), ""), (str(rank.waiting), "yellow" if rank.waiting else ""),
+            (_rank(rank), "bold"), (str(rank.running), ""), (str(rank.waiting), "yellow" if rank.waiting else ""),
             _share(rank.kv_usage, 0.9), (groups, ""), (f"{rank.hit_rate:.0%}", ""), (f"{rank.generated_per_s:,.0f}", ""),
             (f"{rank.prompt_per_s:,.0f}", ""), _share(rank.busy, 2.0), (str(rank.preemptions), ""), (_balance(rank), ""),
             (_drafts(rank), ""), (step, "dim"),
         ])  # fmt: skip
     names = "rank# run# wait# KV groups hits# tokens/s# prompt/s# device preempt# experts# drafts# step"
     return _table(names.split(" "), rows)
+
+
+def _rank(rank: RankView) -> str:
+    """Its number, and with --dp-roles its role and the requests that it has handed off."""
+    hand_offs = f" {rank.hand_offs:,} →" if rank.hand_offs else ""
+    return f"{rank.rank} {rank.role}{hand_offs}".rstrip()
 
 
 def _balance(rank: RankView) -> str:

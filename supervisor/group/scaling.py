@@ -5,10 +5,10 @@ One at a time. Ranks are numbered from 0: the highest go and come. The group (co
 
 from collections.abc import Callable
 
-import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config.changing import with_num_ranks
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.supervisor.settings import parallel as sizes
 from meshlm.supervisor.settings import rules
@@ -38,6 +38,10 @@ def _refused(c: MeshConfig, num_ranks: object, drain_s: object) -> Rules:
     yield c.node is not None, "--dp", why
     renders = c.resolved is not None and c.resolved.renders_only
     yield renders, "--dp", "this mesh renders alone; it has no ranks"
+    num_prefill = c.kv_transfer.num_prefill_ranks
+    few = isinstance(num_ranks, int) and 0 < num_prefill >= num_ranks
+    why = f"the first {num_prefill} are for prompts, and one has to decode; `meshlm set dp-roles` changes that"
+    yield few, f"--dp {num_ranks}", why
     why = "the ranks of this mesh share experts and step together; their number is fixed, since each has loaded its share of the "
     yield c.lockstep, "--dp", f"{why}experts for it"
 
@@ -61,8 +65,8 @@ class Scaling:
         self.failed = ""
         if num_ranks == before:
             return None
-        parallel = msgspec.structs.replace(config.parallel, data_parallel_size=num_ranks)
-        after = msgspec.structs.replace(config, parallel=parallel)
+        after = with_num_ranks(config, num_ranks)
+        parallel = after.parallel
         if config.resolved is not None:
             here, whole_experts = num_ranks * parallel.workers_per_rank, config.experts.enable_expert_parallel
             sizes.check(parallel, config.resolved.spec, config.resolved.device, here, whole_experts=whole_experts)

@@ -66,6 +66,7 @@ def mesh_status(
         scaling_failed=scaling.failed,
         record_requests=str(Path(config.server.record_requests).absolute()) if config.server.record_requests else "",
         missing=missing,
+        dp_roles=config.kv_transfer.dp_roles,
     )
 
 

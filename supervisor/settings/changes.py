@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.config.changing import CHANGING, changed
+from meshlm.protocol.config.changing import CHANGING, checked
 from meshlm.protocol.config.log_levels import level_of
 from meshlm.protocol.edges.control import ChangeSettings
 from meshlm.protocol.wire.ids import Identity
@@ -19,7 +19,7 @@ def answer(request: dict[str, object], config: MeshConfig, change: Callable[[Val
     if not isinstance(values, dict):
         return {"error": "values: names and values are expected"}
     try:
-        after = changed(config, values)
+        after = checked(config, values)
     except ValueError as error:
         return {"error": str(error)}
     now = {name: getattr(getattr(after, section), name) for name, section in CHANGING.items()}
@@ -30,7 +30,7 @@ def answer(request: dict[str, object], config: MeshConfig, change: Callable[[Val
 
 def applied(message: ChangeSettings, config: MeshConfig, identity: Identity | None) -> MeshConfig:
     """The configuration with these settings; a log level counts at once in this process, which is `identity`. ValueError."""
-    config = message.applied(config)
+    config = checked(config, message.values)
     if "log_level" in message.values:
         logs.set_level(level_of(config.run.log_level, identity))
     return config

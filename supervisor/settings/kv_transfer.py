@@ -11,13 +11,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.protocol.config import KVTransferConfig, MeshConfig
+from meshlm.protocol.config.kv_transfer import num_prefill_ranks
 from meshlm.runtime import plugins
 from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
 FLAG, ROLES_FLAG = "--kv-transfer-config", "--dp-roles"
-ROLES = ("prefill", "decode")
 BUILT_IN: tuple[str, ...] = ()  # connectors of this package, by vLLM's names
 KEYS = (
     *("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"),
@@ -31,7 +31,8 @@ def settled(config: MeshConfig) -> MeshConfig:
     c = config.kv_transfer
     found: dict[str, Any] = {}
     if c.dp_roles:
-        found["num_prefill_ranks"] = _num_prefill_ranks(c.dp_roles, config.parallel.data_parallel_size)
+        with raised_as(UsageError, ValueError, of=f"{ROLES_FLAG} {c.dp_roles}"):
+            found["num_prefill_ranks"] = num_prefill_ranks(c.dp_roles, config.parallel.data_parallel_size)
     if c.kv_transfer_config:
         found |= _connectors(c)
     return replace(config, kv_transfer=replace(c, **found)) if found else config
@@ -56,26 +57,9 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
         "pages are found by their prefix; leave --no-enable-prefix-caching out",
     )
     yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
+    several = c.parallel.nnodes > 1 or c.network.headless or bool(c.network.listen)
+    yield kv.shares_pages and several, ROLES_FLAG, "ranks read one another's pages on one host; this mesh has several"
     yield kv.shares_pages and c.lockstep, ROLES_FLAG, "ranks that share experts step together; each has both roles"
-
-
-def _num_prefill_ranks(text: str, num_ranks: int) -> int:
-    counts: dict[str, int] = {}
-    for word in text.split(","):
-        role, _, count = word.partition(":")
-        if role not in ROLES or role in counts or not count.isdecimal() or not int(count):
-            raise UsageError(
-                f"{ROLES_FLAG} {text}: {word!r} is no role with a number; prefill:1,decode:1 would be some"
-            )
-        counts[role] = int(count)
-    if len(counts) < len(ROLES):
-        missing = next(role for role in ROLES if role not in counts)
-        raise UsageError(f"{ROLES_FLAG} {text}: no rank is for {missing}; leave the flag out for ranks that do both")
-    if (total := sum(counts.values())) != num_ranks:
-        raise UsageError(
-            f"{ROLES_FLAG} {text}: {total} ranks, and --data-parallel-size is {num_ranks}; give both alike"
-        )
-    return counts["prefill"]
 
 
 def _connectors(c: KVTransferConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from coordinator_bench import D0, F0, LIFE, S0, S1, S2, Bench, admit, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshlm.coordinator.roles import RankRole
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import (
     AbortRequests,
@@ -23,6 +24,8 @@ from meshlm.protocol.wire.ids import HEAD, Handle, Identity, RequestId
 from meshlm.runtime.process.deaths import BEGUN_S, NEW_S
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
+ROLES = ["prefill:1,decode:2", "prefill:2,decode:1"]
+
 
 @dataclass
 class Fake:
@@ -32,14 +35,15 @@ class Fake:
     requests: dict[str, int] = field(default_factory=dict)  # request -> attempt
     ended: list[RequestId] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
+    hands_off: set[str] = field(default_factory=set)
     serving: bool = True
 
 
 class Mesh(Bench):
     """Fake schedulers and one detokenizer that admits again what a dead scheduler had."""
 
-    def __init__(self) -> None:
-        super().__init__(F0, D0, max_waiting=6)
+    def __init__(self, num_prefill_ranks: int = 0) -> None:
+        super().__init__(F0, D0, max_waiting=6, num_prefill_ranks=num_prefill_ranks)
         self.schedulers: dict[Identity, Fake] = {}
         self.open: dict[str, Admit] = {}
         self.routed: dict[str, tuple[Identity, int]] = {}
@@ -48,6 +52,7 @@ class Mesh(Bench):
         self.num_handles = 0
         self.asked: list[tuple[Identity, int, GiveBack]] = []
         self.readmitted: list[Handle] = []
+        self.num_handed_off = 0
 
     def event(self, event: Received | PeerLost | Tick) -> list[Send]:
         sends = super().event(event)
@@ -58,6 +63,9 @@ class Mesh(Bench):
                     fake, work = self.schedulers[send.to], assign.work
                     assert not any(work.request_id in other.requests for other in self.schedulers.values())
                     fake.requests[work.request_id] = work.attempt
+                    (fake.hands_off.add if assign.hands_off else fake.hands_off.discard)(work.request_id)
+                    assert assign.holder is None or (assign.holder in self.schedulers and assign.holder != send.to)
+                    assert not assign.hands_off or self.core.ranks[send.to].role is RankRole.PREFILL
                 case Routed() as routed:
                     (name,) = [name for name, one in self.open.items() if one.work.handle == routed.handle]
                     assert self.schedulers[routed.scheduler].requests[name] == self.open[name].work.attempt
@@ -108,9 +116,24 @@ class Mesh(Bench):
         fake.started.update(new)
         self.report(identity, started=tuple(Started(RequestId(name), 0) for name in new))
 
+    def hand_off(self, identity: Identity) -> None:
+        """What has its first token and is to be decoded elsewhere is given back."""
+        self.begin(identity)
+        fake = self.schedulers[identity]
+        leaving = [name for name in fake.requests if name in fake.started & fake.hands_off][:2]
+        returned = []
+        for name in leaving:
+            fake.started.discard(name)
+            attempt, handle = fake.requests.pop(name), self.open[name].work.handle
+            returned.append(Returned(RequestId(name), attempt, handle, D0, LIFE, handed_off=True))
+        self.report(identity, returned=tuple(returned))
+        self.num_handed_off += len(returned)
+        self.readmit()
+
     def submit(self, name: str, attempt: int, dp_rank: int) -> None:
         self.num_handles += 1
-        request = admit(name, handle=self.num_handles, attempt=attempt, dp_rank=dp_rank)
+        length = 600 if int(name[1:]) % 3 else 10
+        request = admit(name, length, handle=self.num_handles, attempt=attempt, dp_rank=dp_rank)
         self.open[name] = request
         self.says(D0, request)
 
@@ -158,14 +181,14 @@ class Mesh(Bench):
 @given(st.data())
 def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.DataObject) -> None:
     draw = data.draw
-    mesh = Mesh()
+    mesh = Mesh(draw(st.sampled_from([0, 1, 2])))
     names: list[str] = []
     gone: set[str] = set()
     for _ in range(draw(st.integers(1, 40))):
         action = draw(
             st.sampled_from(
                 ["admit", "admit", "admit", "start", "kill", "finish", "report", "abort", "tick", "rejoin"]
-                + ["begin", "give back", "scale"]
+                + ["begin", "hand off", "hand off", "give back", "scale", "roles"]
             )
         )
         identity = draw(st.sampled_from([S0, S1, S2]))
@@ -188,6 +211,8 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
             mesh.give_back()
         elif action == "scale":
             mesh.says(HEAD, control.SetRanks(draw(st.integers(1, 3))))
+        elif action == "roles" and mesh.core.router.num_prefill_ranks:
+            mesh.says(HEAD, control.ChangeSettings({"dp_roles": draw(st.sampled_from(ROLES))}))
         elif identity in mesh.schedulers:
             if action == "finish":
                 mesh.finish(identity)
@@ -195,11 +220,15 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
                 mesh.report(identity, draw(st.booleans()))
             elif action == "begin":
                 mesh.begin(identity)
+            elif action == "hand off":
+                mesh.hand_off(identity)
     mesh.says(HEAD, control.SetRanks(3))
     for identity in (S0, S1, S2):
         mesh.start(identity)
         mesh.report(identity)
     mesh.give_back()
+    for identity in (S0, S1, S2):
+        mesh.hand_off(identity)
     mesh.tick(BEGUN_S)  # the end of what waits for a rank of its own
     assert not mesh.core.held
     for identity, fake in mesh.schedulers.items():
@@ -212,3 +241,4 @@ def test_any_history_leaves_every_request_with_one_owner_and_one_end(data: st.Da
     assert not mesh.open
     assert mesh.finished | mesh.refused | gone >= set(names)
     assert not mesh.finished & mesh.refused
+    assert sum(rank.num_hand_offs for rank in mesh.core.ranks.values()) <= mesh.num_handed_off

@@ -144,6 +144,19 @@ def test_all_deaths_are_told_that_the_coordinator_may_not_know_of() -> None:
 # --- its rank gives a request back ---
 
 
+def test_a_hand_off_is_an_attempt_that_says_so() -> None:
+    bench = Bench()
+    first = admitted(bench.submit())
+    bench.routed(first, S0)
+    bench.tokens(first, 0, "x")
+    second = admitted(bench.says(COORDINATOR, Readmit((first.work.handle,), handed_off=True)))
+    assert (second.work.attempt, len(second.work.output_token_ids), second.lost) == (1, 4, ())
+    assert bench.core.counts.told().counters["request_retries"] == {"handed_off": 1}
+    bench.routed(second, S1)
+    bench.tokens(second, 1, "y", S1)
+    assert "".join(row[3] for row in bench.news()) == "xy"
+
+
 def test_what_was_given_back_is_admitted_again_as_often_as_need_be() -> None:
     bench = Bench()
     request = admitted(bench.submit())

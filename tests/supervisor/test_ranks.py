@@ -7,11 +7,12 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from meshlm.protocol.config import MeshConfig, ParallelConfig
+from meshlm.protocol.config import KVTransferConfig, MeshConfig, ParallelConfig
 from meshlm.protocol.edges.control import AskProcesses, RanksScaled, ScaleRanks, SetRanks
 from meshlm.protocol.wire.ids import COORDINATOR, Identity, Role
 from meshlm.supervisor.group import events, rolling
 from meshlm.supervisor.ranks import Ranks
+from meshlm.supervisor.settings import kv_transfer
 from meshlm.supervisor.settings.placement import identities
 
 F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
@@ -20,8 +21,12 @@ F0, F1 = Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)
 class Host:
     """A supervisor without processes."""
 
-    def __init__(self, **parallel: object) -> None:
-        self.config = MeshConfig(parallel=msgspec.convert(parallel, ParallelConfig))
+    def __init__(self, dp_roles: str = "", **parallel: object) -> None:
+        self.config = kv_transfer.settled(
+            MeshConfig(
+                parallel=msgspec.convert(parallel, ParallelConfig), kv_transfer=KVTransferConfig(dp_roles=dp_roles)
+            )
+        )
         self.ready = asyncio.Event()
         self.ready.set()
         self.sent: list[tuple[Identity, Struct]] = []
@@ -73,3 +78,15 @@ async def test_what_is_not_begun_is_answered_at_once() -> None:
     host.ready.clear()
     host.ranks.asked(F0, ScaleRanks("early", 2))
     assert host.sent[-1] == (F0, RanksScaled("early", 4, refused="the mesh is not ready yet"))
+
+
+def test_ranks_that_come_decode_and_one_that_decodes_stays() -> None:
+    host = Host("prefill:2,decode:1", data_parallel_size=3)
+    assert host.ranks.scale(4, 1.0) == ""
+    kv = host.config.kv_transfer
+    assert (kv.dp_roles, kv.num_prefill_ranks) == ("prefill:2,decode:2", 2)
+    host.ranks.changed("")
+    says = "--dp 2: the first 2 are for prompts, and one has to decode; `meshlm set dp-roles` changes that"
+    assert host.ranks.scale(2, 1.0) == says
+    assert host.ranks.scale(3, 1.0) == ""
+    assert SetRanks(3).applied(host.config) == host.config

@@ -61,11 +61,12 @@ function meterRow() {
 function showRanks(snapshot) {
   rows(byId("rank-rows"), snapshot.ranks, (rank) => rank.rank, meterRow, ({ cells, meters, bar, experts }, rank) => {
     const texts = {
-      0: String(rank.rank), 1: String(rank.running), 2: String(rank.waiting), 4: counts(rank.kv_groups) || "-",
+      0: `${rank.rank} ${rank.role}`.trim(), 1: String(rank.running), 2: String(rank.waiting), 4: counts(rank.kv_groups) || "-",
       5: percent(rank.hit_rate), 6: number(rank.generated_per_s), 7: number(rank.prompt_per_s), 9: String(rank.preemptions),
       12: rank.accepted === null ? "-" : `${percent(rank.accepted)}, ${rank.accepted_len.toFixed(1)} tokens`,
     };
     for (const [place, text] of Object.entries(texts)) say(cells[place], text);
+    set(cells[0], { title: rank.role && `${rank.hand_offs} handed off` });
     set(cells[2], { title: counts(rank.waiting_for) });
     set(cells[3], { title: `pages: ${counts(rank.kv_pages)}` });
     showHops(bar, rank.step);

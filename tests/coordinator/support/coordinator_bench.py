@@ -37,8 +37,15 @@ def member(identity: Identity, life: int = LIFE, ready: bool = True) -> control.
 class Bench:
     """A coordinator, a clock, and a check after every event."""
 
-    def __init__(self, *identities: Identity, max_waiting: int = 100, num_ranks: int = 3, first_rank: int = 0) -> None:
-        self.core = Coordinator(max_waiting, num_ranks, first_rank=first_rank)
+    def __init__(
+        self,
+        *identities: Identity,
+        max_waiting: int = 100,
+        num_ranks: int = 3,
+        first_rank: int = 0,
+        num_prefill_ranks: int = 0,
+    ) -> None:
+        self.core = Coordinator(max_waiting, num_ranks, first_rank=first_rank, num_prefill_ranks=num_prefill_ranks)
         self.now = 0.0
         for identity in identities:
             self.join(identity)

@@ -32,7 +32,7 @@ DRAFTED = {"num_drafts": 40.0, "num_draft_tokens": 100.0, "num_accepted_tokens":
 def known(second: float, **stats: Any) -> Known:
     rank = RankStats(
         dp_rank=3, num_running=4, num_waiting=2, kv_cache_usage=0.25, prefix_cache_queries=100, prefix_cache_hits=40,
-        num_preemptions=1, prompt_tokens=int(1000 * second), generation_tokens=int(200 * second),
+        num_preemptions=1, prompt_tokens=int(1000 * second), generation_tokens=int(200 * second), role="decode", num_hand_offs=7,
         busy_ns=int(9e8 * second), idle_ns=int(1e8 * second), incarnation=8,
     )  # fmt: skip
     device = HistogramCounts(2.0 * second, (int(50 * second), int(50 * second)))
@@ -84,6 +84,7 @@ def test_a_snapshot_of_a_busy_mesh() -> None:
     assert [rank.prompt_per_s, rank.generated_per_s] == pytest.approx([1000, 200], rel=0.02)
     assert [found.prompt_per_s, found.generated_per_s] == [rank.prompt_per_s, rank.generated_per_s]
     assert rank.busy == pytest.approx(0.9, abs=0.01)
+    assert (rank.role, rank.hand_offs) == ("decode", 7)
     assert (found.ttft.count, found.itl.count) == (1, 0)
     assert (rank.kv_pages, rank.kv_groups) == ({"used": 3, "empty": 5}, {"full": 2, "sliding": 1})
     assert (rank.waiting_for, rank.expert_loads) == ({"capacity": 2}, (30, 10))

@@ -49,6 +49,27 @@ for sizes in ((0, 0.0), (8192, 2.0), (8192, 2.0), (6144, 1.5)):
     }
 
 
+def test_roles_of_ranks_and_what_they_hand_off() -> None:
+    script = """
+for role, gone in (("decode", False), ("prefill", False), ("prefill", True)):
+    ranks = (RankStats(3, 0, 0, 0.0, 0, 0, 0, 0, 0, role=role, num_hand_offs=5, incarnation=1),)
+    ranks += () if gone else (RankStats(4, 0, 0, 0.0, 0, 0, 0, 0, 0, role="decode", incarnation=1),)
+    metrics.mesh(MeshStats(True, ranks=ranks))
+metrics.mesh(MeshStats(True, ranks=(*ranks, RankStats(5, 0, 0, 0.0, 0, 0, 0, 0, 0))))
+"""
+    lines = told(script).splitlines()
+    assert {line for line in lines if line.startswith("meshlm:rank_role{")} == {
+        f'meshlm:rank_role{{engine="{engine}",model_name="m",role="{role}"}} {value}'
+        for engine, role, value in (
+            ("3", "prefill", 1.0),
+            ("3", "decode", 0.0),
+            ("4", "prefill", 0.0),
+            ("4", "decode", 0.0),
+        )
+    }
+    assert 'meshlm:request_hand_offs_total{engine="3",model_name="m"} 5.0' in lines
+
+
 def test_graph_counts_by_engine_and_reason() -> None:
     lines = told("said(0, 1, 7, 1); said(0, 1, 9, 1)\n").splitlines()
     assert 'meshlm:cudagraph_replays_total{engine="3",kind="decode",model_name="m"} 9.0' in lines

@@ -127,7 +127,7 @@ FULL: tuple[Struct, ...] = (
     admit.Routed(Handle(9), SCHEDULER, LIFE),
     admit.Refused(Handle(9), ErrorKind.INVALID, "no such rank", "X-data-parallel-rank"),
     admit.RankLost(LOST),
-    admit.Readmit((Handle(9), Handle(10)), (0, 2)),
+    admit.Readmit((Handle(9), Handle(10)), (0, 2), True),
     admit.Assign(WORK, DETOKENIZER, LIFE, SCHEDULER, True),
     admit.GiveBack((RequestId("a"),), True),
     admit.ReportLoad(7),

@@ -29,6 +29,11 @@ def test_standbys_are_rows_below_the_processes(capsys: pytest.CaptureFixture[str
     assert "160 MB" in rows[1]
 
 
+def test_the_title_says_which_ranks_are_for_what(capsys: pytest.CaptureFixture[str]) -> None:
+    show(MeshStatus([PROCESS], model="m", port=1, data_parallel_size=3, dp_roles="prefill:2,decode:1"))
+    assert capsys.readouterr().out.splitlines()[0].startswith("m on port 1, 3 ranks (prefill:2,decode:1)")
+
+
 def test_hosts_are_a_column_where_there_are_several(capsys: pytest.CaptureFixture[str]) -> None:
     there = StandbyStatus("worker", 4712, "standby", 59.0, 1, host="gpu-7")
     status = MeshStatus([ProcessStatus("worker", 1, 7, 5, "ready", 1.0, 0, host="gpu-7")], [there], model="m", port=1)

@@ -28,7 +28,7 @@ SNAPSHOT = Snapshot(
     edges=(),
     ranks=(
         RankView(0, 5, 4, {"capacity": 4}, 0.95, {"used": 9}, {"full": 7, "sliding": 2}, 0.25, 6, 2000.0, 1234.0, 0.5,
-                 {"device": 0.0204, "return": 0.001}, (30, 10), 0.625, 2.25),
+                 {"device": 0.0204, "return": 0.001}, (30, 10), 0.625, 2.25, "prefill", 1500),
     ),
     running=(RequestView("cmpl-1", "", 0.0, 2.5, {"encode": 0.001, "decode": 2.4}, rank="0", num_output_tokens=31, num_attempts=2),),
     num_ended=0, ended=(), news=(NewsView(1750000000.0, "error", "worker/0 died and is started again (signal 9)"),),
@@ -85,7 +85,7 @@ def test_it_shows_what_the_mesh_does() -> None:
         "1,234 tokens/s  2,000 prompt tokens/s  5 running  6 waiting  TTFT 57.3 ms / 200 ms / 1.5 s  ITL -" in lines[1]
     )
     (rank,) = (line.split() for line in lines if line.lstrip().startswith("0 "))
-    assert rank[:3] == ["0", "5", "4"]
+    assert rank[:6] == ["0", "prefill", "1,500", "→", "5", "4"]
     for word in ("95%", "full 7, sliding 2", "25%", "50%", "67%", "62% 2.2", "device 20.4 ms  return 1.0 ms"):
         assert word in text, word
     (worker,) = (line for line in lines if line.startswith("worker/0"))
