@@ -1,5 +1,6 @@
 """What the client reads, in OpenAI's form: what all answers share, and whole ones. Streamed ones are stream_response.py's. Pure."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,8 +43,8 @@ class AnswerHead(NamedTuple):
     on_end: Callable[[], None]
 
 
-class Response:
-    """State that whole and streamed answers share: a whole one has a `body`, a streamed one `last_events`, some forms have both."""
+class Response(ABC):
+    """An answer on its way, as a `ResponseSink`. Clients of HTTP get a `WholeAnswer` or a `StreamedAnswer`."""
 
     def __init__(self, head: AnswerHead) -> None:
         self.parsed_request, self.request_id, self.created, self.model, self._on_end = head
@@ -171,20 +172,23 @@ class Response:
             self.shown(positions), accepted, self.options.logprobs, self.options.tokens_as_ids
         )
 
-    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None:
-        """See ResponseSink."""
-        raise NotImplementedError
-
-    def body(self) -> bytes:
-        """The whole answer; call after the end, when `error` is None."""
-        raise NotImplementedError
-
-    def last_events(self) -> bytes:
-        """The events that a stream ends with."""
-        raise NotImplementedError
+    @abstractmethod
+    def row(self, choice: Choice, num_tokens: int, text: str, details: RowDetails | None) -> None: ...
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
         return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+class WholeAnswer(Response):
+    @abstractmethod
+    def body(self) -> bytes:
+        """The whole answer; call after the end, when `error` is None."""
+
+
+class StreamedAnswer(Response):
+    @abstractmethod
+    def last_events(self) -> bytes:
+        """The events that a stream ends with."""
 
 
 def visible_reason(finished: Finished, calls: bool = False) -> str:
@@ -192,7 +196,7 @@ def visible_reason(finished: Finished, calls: bool = False) -> str:
     return "tool_calls" if calls and finished.reason is FinishReason.STOP else finished.reason.value
 
 
-class WholeResponse(Response):
+class WholeResponse(WholeAnswer):
     """An answer that is not streamed: it collects all rows, and `body` gives the JSON."""
 
     def __init__(self, head: AnswerHead) -> None:

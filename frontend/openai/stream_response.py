@@ -11,7 +11,7 @@ from meshlm.frontend.http.retry import Progress
 from meshlm.frontend.openai import reading, reasoning, response_fields
 from meshlm.frontend.openai.reading import Reader
 from meshlm.frontend.openai.response_fields import chat_logprobs, completion_logprobs
-from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, Response, data_event, visible_reason
+from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, StreamedAnswer, data_event, visible_reason
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
@@ -19,7 +19,7 @@ from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
 _encode = msgspec.json.Encoder().encode
 
 
-class StreamResponse(Response):
+class StreamResponse(StreamedAnswer):
     """Streamed: every row becomes a chunk at once, one whose tokens are no text yet, too (clients take the time between chunks for
     that between tokens). `write` takes complete events. With `progress` they have ids, and those that the client has are left out."""
 

@@ -5,6 +5,7 @@ responses_api/format.py.
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.reading import Reader, Said
-from meshlm.frontend.openai.responses import AnswerHead, Response
+from meshlm.frontend.openai.responses import AnswerHead, StreamedAnswer, WholeAnswer
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
 from meshlm.protocol.wire.ids import FinishReason
 from meshlm.runtime.client.placement import NO_DETAILS, Choice, RowDetails
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
 
-class TurnFormat:
+class TurnFormat(ABC):
     """An endpoint's form of a turn, made of what the model says in its order. Events that are to be sent are taken from `events` after
     each row; the last ones, `last_events`, go out once the answer is stored where it is to be. The form knows what it has open: an
     item of text, of reasoning, or a call. What a form does not tell, it leaves out."""
@@ -33,19 +34,19 @@ class TurnFormat:
         self._texts: list[str] = []  # of the open item
         self._call = -1  # index of the open call
 
-    def begin(self, turn: "TurnResponse") -> None:
+    def begin(self, turn: "TurnResponse") -> None:  # noqa: B027
         """The first row is here."""
 
-    def reasoning(self, text: str) -> None:
+    def reasoning(self, text: str) -> None:  # noqa: B027
         """More of the reasoning."""
 
-    def text(self, text: str) -> None:
+    def text(self, text: str) -> None:  # noqa: B027
         """More of the answer's text."""
 
-    def logprobs(self, positions: list[PositionLogprobs]) -> None:
+    def logprobs(self, positions: list[PositionLogprobs]) -> None:  # noqa: B027
         """Log-probabilities of the tokens of the text that follows."""
 
-    def call(self, call: Json) -> None:
+    def call(self, call: Json) -> None:  # noqa: B027
         """A tool call in the form of OpenAI's deltas: one with a new index begins it, more of the same index has more arguments."""
 
     def is_new(self, call: Json, kind: str) -> bool:
@@ -54,16 +55,16 @@ class TurnFormat:
         self._call = call["index"]
         return begins
 
-    def end(self, turn: "TurnResponse", finished: Finished) -> None:
+    def end(self, turn: "TurnResponse", finished: Finished) -> None:  # noqa: B027
         """No more follows."""
 
     def failed(self, turn: "TurnResponse", error: HttpError) -> bytes:
         """The events of a stream that cannot go on."""
         return b""
 
+    @abstractmethod
     def body(self, turn: "TurnResponse") -> bytes:
         """The JSON answer."""
-        raise NotImplementedError
 
 
 def event_of(kind: str, fields: Json) -> bytes:
@@ -107,7 +108,7 @@ class Blocks:
             self._form.text(self._space)
 
 
-class TurnResponse(Response):
+class TurnResponse(WholeAnswer, StreamedAnswer):
     """The answer to one request for one turn, streamed or whole."""
 
     def __init__(self, head: AnswerHead, write: Callable[[bytes], None] | None, form: TurnFormat) -> None:

@@ -22,7 +22,14 @@ from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
-from meshlm.frontend.openai.responses import AnswerHead, Response, WholeResponse, trace_headers
+from meshlm.frontend.openai.responses import (
+    AnswerHead,
+    Response,
+    StreamedAnswer,
+    WholeAnswer,
+    WholeResponse,
+    trace_headers,
+)
 from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
 from meshlm.frontend.operator.mesh_operations import MeshOperations
@@ -74,8 +81,8 @@ class Form(NamedTuple):
     """The form of an endpoint's answers, whole and streamed. Both are made of the request, its id, when it came, the model's name and
     what to call at the end; the streamed one also of what writes its events, and of what the client has of them."""
 
-    whole: Callable[[AnswerHead], Response]
-    stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], Response]
+    whole: Callable[[AnswerHead], WholeAnswer]
+    stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], StreamedAnswer]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
     # Awaited when all is said, before the client has the end of it.
@@ -144,7 +151,7 @@ class Generation:
         head = AnswerHead(parsed_request, request_id, created, model, end.set)
         if options.stream:
             progress = retry.Progress(position) if position else None
-            answer = form.stream(head, writer.write, progress)
+            answer: WholeAnswer | StreamedAnswer = form.stream(head, writer.write, progress)
         else:
             answer = form.whole(head)
         answer.trace_headers = trace_headers(request.headers)
@@ -165,7 +172,7 @@ class Generation:
             else:
                 opened += answer.choices
                 backend.requests.open(*asked[0])
-            if options.stream:
+            if options.stream and isinstance(answer, StreamedAnswer):
                 return await self._stream(request, answer, writer, end, form, answer_name)
             await unless_disconnected(request, end.wait())
             if parsed_request.mesh.beams and asking is not None:
@@ -174,6 +181,7 @@ class Generation:
                 raise answer.error
             if form.before_end is not None:
                 await form.before_end()
+            assert isinstance(answer, WholeAnswer)
             # A quarter of a second, for as many as there may be.
             long = options.logprobs >= 0 or options.prompt_logprobs >= 0 or len(answer.choices) > MANY_CHOICES
             content = await asyncio.to_thread(answer.body) if long else answer.body()
@@ -249,7 +257,13 @@ class Generation:
             end.set()
 
     async def _stream(
-        self, request: Request, answer: Response, writer: EventWriter, end: asyncio.Event, form: Form, answer_name: str
+        self,
+        request: Request,
+        answer: StreamedAnswer,
+        writer: EventWriter,
+        end: asyncio.Event,
+        form: Form,
+        answer_name: str,
     ) -> HttpResponse:
         """Start with the first news, so that a refusal still has its HTTP status."""
         names = [(name.lower().encode(), answer_name.encode("latin-1", "replace")) for name in form.id_headers]

@@ -11,7 +11,7 @@ import msgspec
 
 from meshlm.frontend.http.operation import SRT, TEXT, VTT
 from meshlm.frontend.http.retry import Progress
-from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, Response, WholeResponse, data_event
+from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, StreamedAnswer, WholeResponse, data_event
 from meshlm.frontend.speech.parse import Transcription
 from meshlm.frontend.speech.schema import DurationUsage, TranscriptionResponse, TranscriptionSegment
 from meshlm.protocol.edges.text import Finished, PositionLogprobs
@@ -195,7 +195,7 @@ class SpeechResponse(WholeResponse):
         return TranscriptionResponse(self._text(), *told, segments, None, self._usage())
 
 
-class SpeechStream(Response):
+class SpeechStream(StreamedAnswer):
     """A streamed transcription: each event is one of OpenAI's and a chunk of vLLM's. `write` takes complete events.
 
     Chunks of long audio are computed beside each other, and told in their order: what comes early waits.

@@ -64,7 +64,10 @@ class SpeechRoutes:
                 of_body = await asyncio.to_thread(in_hand.holding, name, self._read, request, raw, task)
         read, transcription = of_body
         prepare = None if transcription.language else partial(self._with_language, transcription)
-        whole, stream = (partial(form, transcription=transcription) for form in (SpeechResponse, SpeechStream))
+        whole, stream = (
+            partial(SpeechResponse, transcription=transcription),
+            partial(SpeechStream, transcription=transcription),
+        )
         try:
             form = Form(whole, stream, before_start=prepare)
             return await self._generation.answer(request, read, PREFIXES[task], form)

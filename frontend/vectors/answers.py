@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from meshlm.frontend.openai.responses import AnswerHead, Response
+from meshlm.frontend.openai.responses import AnswerHead, WholeAnswer
 from meshlm.frontend.vectors.parse import Pairs
 from meshlm.frontend.vectors.schema import CohereEmbedRequest, EncodingCommon, RerankRequest
 from meshlm.protocol.pool import Pool, PoolHead, PoolKind
@@ -27,7 +27,7 @@ NAN, SIGN = 0x7F, 0x80  # of a float of eight bits
 _encode = msgspec.json.Encoder().encode
 
 
-class VectorsResponse(Response):
+class VectorsResponse(WholeAnswer):
     """An answer of vectors. `parts`: how many prompts of the mesh each input of the client became, one after the other."""
 
     def __init__(
