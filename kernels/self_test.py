@@ -49,13 +49,13 @@ def why_wrong(results: Iterable[Result], *, launched: bool = True) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """What an error says, as a line of the log can hold it."""
+    """The text of an error, as a line of the log can hold it."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:200]
 
 
 @contextmanager
 def same_numbers() -> Iterator[None]:
-    """What is drawn inside is the same at each start and on each rank: they must choose the same kernels."""
+    """Inside, the same is drawn at each start and on each rank: they must choose the same kernels."""
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.manual_seed(1)
         yield

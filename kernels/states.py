@@ -51,7 +51,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of_columns(cls, at: Columns, tokens: int, block_size: int, most: int = PIECE) -> "Pieces":
-        """Of all requests with more than one token, of which there are MOST_PROMPTS at most, cut by the device.
+        """The pieces of all requests with more than one token, MOST_PROMPTS at most, cut by the device.
 
         at, tokens: of the step or, padded, of a CUDA graph. What is no prompt's are pieces of no tokens, and prompts of no pieces.
         """
@@ -176,12 +176,12 @@ class StateStep:
         self.parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
     def states(self, lines: int, *sizes: int, dtype: torch.dtype) -> Tensor:
-        """Of so many lines, in two halves."""
+        """The states of so many lines, in two halves."""
         found: Tensor = torch.randn(2, self.pages, -(-lines // 2), *sizes, device=self.at.rows.device).to(dtype)
         return found
 
     def before(self, states: Tensor, lines: int) -> list[Tensor | None]:
-        """What each request goes on from: [lines, ...], None where it begins."""
+        """The state that each request goes on from: [lines, ...], None where it begins."""
         if self.pieces is not None:
             return [None] * self.at.n
         whole = states.transpose(0, 1).flatten(1, 2)[:, :lines]

@@ -57,7 +57,7 @@ def own(op: str) -> Table | None:
 
 
 def alike(op: str) -> Table | None:
-    """What the tables of this processor say, if there are any, this very GPU's first: for what means nothing on another."""
+    """The tables of this processor, if there are any, this very GPU's first: for what means nothing on another."""
     found = [table for table in (own(op), *_all(op).values()) if table is not None and is_alike(table)]
     if not found:
         return None
@@ -80,7 +80,7 @@ def remembered(function: Callable[..., T]) -> "_lru_cache_wrapper[T]":
 
 
 def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
-    """What the table of this processor says of products, if there is one: by outputs, inputs and maybe use, choices by rows. What it
+    """The choices for products in the table of this processor, if there is one: by outputs, inputs and maybe use, by rows. What it
     lacks may have been added.
 
     A choice: for rows above so many, up to so many, and what.
@@ -159,7 +159,7 @@ def is_kin(table: Table) -> bool:
 
 
 def processor(gpu: dict[str, Any]) -> tuple[int, ...]:
-    """What tells processors apart: compute capability and number of multiprocessors. An H100 SXM and an H200 have the same."""
+    """The key that tells processors apart: compute capability and number of multiprocessors. An H100 SXM and an H200 have the same."""
     return (*gpu["capability"], gpu["multiprocessors"])
 
 

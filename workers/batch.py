@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 
 
 class KnownRequests(NamedTuple):
-    """What the host knows of the requests of a step, or of a half of one: decodes stand before prompts."""
+    """The host's knowledge of the requests of a step, or of a half of one: decodes stand before prompts."""
 
     num_decodes: int  # of the step: the first requests of its columns
     decode_tokens: int  # of those decodes in this half, where they are the first tokens
@@ -119,7 +119,7 @@ class StateCache:
 
 
 class CrossCache(NamedTuple):
-    """What one layer of the decoder sees of an encoder's states, by page (protocol/kv.py: CrossAttention)."""
+    """The part of an encoder's states that one layer of the decoder sees, by page (protocol/kv.py: CrossAttention)."""
 
     keys: Tensor  # [pages, at least length, num_kv_heads, head_dim]
     values: Tensor

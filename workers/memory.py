@@ -55,7 +55,7 @@ def num_draft_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
 
 
 def layout_of(config: MeshConfig, shard: Shard, cache_dtype: torch.dtype, dtype: torch.dtype) -> KVLayout:
-    """Of one worker's KV cache. dtype: the model's."""
+    """The layout of one worker's KV cache. dtype: the model's."""
     resolved, cache = config.require_resolved(), config.cache
     spec = resolved.spec.with_drafter(resolved.drafter.spec if resolved.drafter is not None else None)
     return KVLayout(spec, cache.block_size, resolved.max_model_len, cache_dtype, shard, cache, dtype)

@@ -20,7 +20,7 @@ from meshlm.protocol.edges.control import STEPPING
 
 
 class WorkerState(Enum):
-    """What a worker is and does."""
+    """The state of a worker."""
 
     LOADING = "loading"
     UNLOADED = "without a model"

@@ -116,7 +116,7 @@ def _by_flags(
 
 
 class Workspace:
-    """What the ranks share; each has zeros: an inbox of packets int64 [2, size, rows, words], an inbox [2, size, rows, columns] of
+    """The ranks' shared memory, zeros at first: an inbox of packets int64 [2, size, rows, words], another [2, size, rows, columns] of
     the stream's dtype, and flags int32 [size, rows]. A word is four bytes.
 
     addresses: of these three int64 [size] on the device, by rank. turns: int32 [rows], ones, of this rank alone. packet_rows: up to how

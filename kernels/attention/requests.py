@@ -74,7 +74,7 @@ class PagedStep(NamedTuple):
 def decode_workspace(
     n: int, heads: int, kv_heads: int, dim: int, splits: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What decode.py needs beside its operands for so many requests."""
+    """The workspace that decode.py needs beside its operands for so many requests."""
     parts, sums = (
         torch.empty(n * heads * splits * dim, device=device),
         torch.empty(n * heads * splits * 2, device=device),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Seen(NamedTuple):
-    """What rows see, and how scores become weights."""
+    """The keys that rows see, and how scores become weights."""
 
     scale: float
     window: int = 0  # the last so many keys; 0: all

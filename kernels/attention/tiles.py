@@ -172,7 +172,7 @@ class SharedSizes(NamedTuple):
 
 
 def shared_sizes(heads: int, kv_heads: int, multiprocessors: int) -> SharedSizes | None:
-    """Of layers with so many heads; None where a tile would have too few requests."""
+    """The sizes for layers with so many heads; None where a tile would have too few requests."""
     requests = SHARED_ROWS // triton.next_power_of_2(heads // kv_heads)
     if requests < SHARED_FEWEST:
         return None

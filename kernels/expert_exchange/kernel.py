@@ -25,7 +25,7 @@ BLOCK = 1024  # columns that a program copies at a time
 
 
 class Room(NamedTuple):
-    """What a rank shares, and where its peers' is: int64 [size] on the device, by rank."""
+    """The memory that a rank shares, and where its peers' is: int64 [size] on the device, by rank."""
 
     rank: int
     inbox: Tensor  # [size capacity, hidden]

@@ -53,7 +53,7 @@ def under_way(tile: Tile, inputs: int, lines: int, way: str = "") -> int:
 
 
 def likely(inputs: int, gate: bool, each: int) -> list[Tile]:
-    """Of tiles with as many outputs and warps the `each` whose programs together have most nearly WANTED bytes under way on a
+    """Gives, of tiles with as many outputs and warps, the `each` whose programs together have most nearly WANTED bytes under way on a
     multiprocessor; those first that are nearest."""
     lines = 2 if gate else 1
     near = sorted(fitting(inputs, gate), key=lambda c: abs(log2(under_way(c, inputs, lines) / WANTED)))

@@ -61,7 +61,7 @@ class Experts:
         self._whole = torch.empty(rows, hidden, **make)
 
     def run(self, chosen: Plan) -> Tensor:
-        """What the last choice of experts gives, float32 or of the dtype, [rows, hidden]."""
+        """The output of the last choice of experts, float32 or of the dtype, [rows, hidden]."""
         for tokens in self.tokens:
             self._gate(chosen, tokens)
         for tokens in self.tokens:
@@ -124,7 +124,7 @@ def candidates(layer: Layer, rows: int, *, most: int) -> list[Plan]:
 
 
 def _of_tables(rows: int) -> Iterator[Plan]:
-    """Of all layers that a table knows, those for the nearest numbers of rows first."""
+    """The shapes of all layers that a table knows, those for the nearest numbers of rows first."""
     known = [entry for choices in plan.known_plans().values() for entry in choices]
 
     def distance(to: int) -> float:

@@ -53,7 +53,7 @@ KINDS = tuple(SHAPES)
 
 
 def known_plans() -> dict[Layer, list[Entry]]:
-    """What the table of this processor has. Without a GPU the fallback's."""
+    """The entries of this processor's table; without a GPU the fallback's."""
     table = tables.alike("grouped_gemm") if torch.cuda.is_available() else tables.read("grouped_gemm")
     return {
         Layer(*(each[name] for name in Layer._fields)): [

@@ -7,7 +7,7 @@ from torch import Tensor
 def index_scores(
     query: Tensor, weights: Tensor, cache: Tensor, begin: int, tables: Tensor, rows: Tensor, lengths: Tensor, width: int
 ) -> Tensor:
-    """What kernel.index_scores writes: float32 [t, width], -inf behind the tokens that a query sees."""
+    """The scores that kernel.index_scores writes: float32 [t, width], -inf behind the tokens that a query sees."""
     dim, page = query.shape[2], cache.shape[1]
     out = torch.full((len(query), width), -torch.inf, device=query.device)
     for nth, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
@@ -19,7 +19,7 @@ def index_scores(
 
 
 def select(scores: Tensor, tables: Tensor, rows: Tensor, lengths: Tensor, page: int, topk: int) -> list[Tensor]:
-    """What kernel.select chooses: int64 slots of each query, in their order."""
+    """The tokens that kernel.select chooses: int64 slots of each query, in their order."""
     found = []
     for nth, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         best = scores[nth, :length].sort(descending=True, stable=True).indices[:topk].sort().values

@@ -166,7 +166,7 @@ def context(
     prior: tuple[Tensor, Tensor],
     tile: PrefillTile | None = None,
 ) -> None:
-    """What one request's queries [t, heads, nope + rotary] see of some of its earlier tokens, added to what `prior` has so far.
+    """Adds what one request's queries [t, heads, nope + rotary] see of some of its earlier tokens to what `prior` has so far.
 
     lines [n, rank + rotary] of the cache, up [n, heads (nope + wide)]; prior: float32 outputs [t, heads, wide], and logarithms (of
     base 2) of the sums [t, heads], minus infinity where nothing was seen yet.

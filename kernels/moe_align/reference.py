@@ -7,7 +7,7 @@ from meshlm.kernels.moe_align.kernel import ROWS, Order
 
 
 def align(experts: Tensor, num_experts: int, block: int, most: int) -> Order:
-    """What kernel.align gives: rows in the order of their experts, each expert's padded to whole tiles."""
+    """The result of kernel.align: rows in the order of their experts, each expert's padded to whole tiles."""
     flat = experts.flatten()
     ids, positions = torch.full((most,), -1, dtype=torch.int32), torch.full_like(flat, -1)
     ends, begin, owners = torch.empty(num_experts, dtype=torch.int32), 0, []

@@ -366,7 +366,7 @@ def sorted_rows(
 
 
 def _format(w: ExpertWeight) -> tuple[Any, ...]:
-    """What `_products` is compiled for: see its first lines. A chunk of MXFP4 has one word with its scales."""
+    """The constants that `_products` is compiled for: see its first lines. A chunk of MXFP4 has one word with its scales."""
     half = gl.float16 if w.scales.dtype == torch.float16 else gl.bfloat16
     if w.format.values == "mxfp4":
         return True, CHUNK, chunks_of(w.inputs), False, half

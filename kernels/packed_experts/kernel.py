@@ -336,7 +336,7 @@ HALVES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def _format(w: ExpertWeight, dtype: torch.dtype, block_m: int) -> tuple[Any, ...]:
-    """What `_products` is compiled for: see its first lines."""
+    """The constants that `_products` is compiled for: see its first lines."""
     bits, group, values = w.format
     sums_are_scaled = values == "integers" and group > 16 and block_m <= MOST_ROWS_AFTER and dtype != torch.float32
     in_halves = (torch.bfloat16,) if values == "mxfp4" else (torch.float16, torch.bfloat16)

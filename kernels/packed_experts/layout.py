@@ -55,7 +55,7 @@ class Format(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the tuner tells layers apart by, beside their sizes."""
+        """The name by which the tuner tells layers apart, beside their sizes."""
         if self.values == "mxfp4":
             return "mxfp4"
         kind = "" if self.values == "integers" else f", {self.values}"

@@ -57,7 +57,7 @@ def takes(weight: ExpertWeight, dtype: torch.dtype) -> bool:
 
 
 def kind_of(gate_up: ExpertWeight, down: ExpertWeight) -> str:
-    """What the tuner tells layers of the same sizes apart by."""
+    """The name by which the tuner tells layers of the same sizes apart."""
     return " and ".join(dict.fromkeys((gate_up.format.name, down.format.name)))
 
 
@@ -102,7 +102,7 @@ def _table_of_many(layer: Layer, kind: str) -> list[tuple[int, int, Plan]]:
 
 
 def _of_many(rows: int, choices: list[tuple[int, int, Plan]]) -> Plan | None:
-    """What the tuner chose; of more rows than any that were measured, what it chose for the most."""
+    """The tuner's choice; for more rows than were measured, its choice for the most."""
     return tables.for_rows(choices, min(rows, max((to for _, to, _ in choices), default=rows)))
 
 

@@ -36,7 +36,7 @@ def shapes_of(chunks: int) -> list[Shape]:
 
 
 def kind_of(weight: PackedWeight) -> str:
-    """What the tuner tells weights apart by, beside their sizes."""
+    """The name by which the tuner tells weights apart, beside their sizes."""
     way = "zeros" if weight.zeros is not None else "minima" if weight.minima is not None else "symmetric"
     return f"{way}, groups of {min(weight.group, CHUNK)}"
 

@@ -62,7 +62,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def variant(self) -> object:
-        """What kernels are compiled for, beside the sizes."""
+        """The constants that kernels are compiled for, beside the sizes."""
         kinds = self.zeros is None, self.minima is None, self.table is None, self.order is None
         return self.bits, self.group, self.zero, self.inputs, self.scales.dtype, kinds
 

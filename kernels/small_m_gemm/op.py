@@ -83,7 +83,7 @@ def ways(case: core.Case, setting: Setting, weights: Callable[[int, int], list[T
 
 
 def _make(dtype: torch.dtype, device: torch.device, rows: int, shape: Shape, use: str) -> Launch:
-    """Of two tiles' outputs, and of the inputs that a program has in two turns, or three."""
+    """A product of two tiles' outputs, and of the inputs that a program has in two turns, or three."""
     shape = shape if use == "parts" else shape._replace(splits=1, block_n=min(64, shape.block_n))
     outputs, inputs = 2 * shape.block_n, shape.splits * shape.block_k * (2 if use == "parts" else 3)
     x = torch.randn(rows, inputs, device=device, dtype=dtype)

@@ -27,7 +27,7 @@ NEAR = 2  # rows between two measured sizes, of which one is at most so many tim
 
 
 class Operation(NamedTuple):
-    """What tells an operation apart that is tuned."""
+    """The description of an operation that is tuned."""
 
     key: tuple[str, ...]
     """The names of a key's sizes."""
@@ -86,7 +86,7 @@ class Ways(NamedTuple):
 
 
 class Bench(Protocol):
-    """What can be measured, and how."""
+    """An operation that can be measured, and how."""
 
     def sizes(self, op: str, key: Key) -> list[int]:
         """Numbers of rows to measure; none where there is nothing to choose from."""

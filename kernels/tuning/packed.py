@@ -13,7 +13,7 @@ from meshlm.kernels.tuning.core import PLAIN, Case, Config, Key, Run, Setting, W
 
 
 def num_bytes(key: Key) -> int:
-    """Of the words of a weight of these sizes."""
+    """The bytes of a weight of these sizes."""
     outputs, inputs = int(key[0]), int(key[1])
     return outputs * -(-inputs // CHUNK) * PLANE * 4
 

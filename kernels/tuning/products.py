@@ -146,7 +146,7 @@ def _compile(runs: dict[Config, Run], weight: Tensor, device: torch.device) -> N
 
 
 def attempted(work: Callable[[], T], device: torch.device) -> T | None:
-    """What the work gives; None where a compiler or a driver says that it cannot be done: no kernel is worth the process."""
+    """The result of the work; None where a compiler or a driver says that it cannot be done: no kernel is worth the process."""
     try:
         return work()
     except torch.OutOfMemoryError:

@@ -36,7 +36,7 @@ class StepAttention(Protocol):
         """query [t, heads, d] -> [t, heads, d]: each token sees all that an encoder left for its request."""
 
     def states(self, group: int) -> StepStates:
-        """What layers with recurrent states of this group compute in the step."""
+        """The computation of this group's layers with recurrent states in the step."""
 
 
 class Backend(Protocol):

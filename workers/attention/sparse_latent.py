@@ -15,7 +15,7 @@ QUERIES = 64  # at a time: their lines [queries, topk, width] are gathered
 
 
 class Chosen(NamedTuple):
-    """What chooses tokens for the queries of a step."""
+    """The index that chooses tokens for the queries of a step."""
 
     query: Tensor  # [t, heads, dim]
     key: Tensor  # [t, dim]: the cache has it behind a token's latent

@@ -166,7 +166,7 @@ class TritonLatentAttention:
         heads: LatentShape,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """What prompts see of earlier steps: see `dense.dense`. Projected up piece by piece, or absorbed where many have a context."""
+        """Adds what prompts see of earlier steps (`dense.dense`). Projected up piece by piece, or absorbed if many have a context."""
         sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
         if sum(prompt.start > 0 for prompt in prompts) > FEW_CONTEXTS:
             absorbed = heads.absorb(query)

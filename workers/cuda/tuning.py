@@ -78,7 +78,7 @@ class Ranks(NamedTuple):
 
 
 class Tuner:
-    """Of one engine. `clock` gives seconds."""
+    """The tuner of one engine. `clock` gives seconds."""
 
     def __init__(
         self, mode: str, store: Store | None, ranks: Ranks, clock: Callable[[], float] = time.monotonic
@@ -134,7 +134,7 @@ class Tuner:
 
     @contextmanager
     def _may_end_early(self) -> Iterator[None]:
-        """What goes wrong inside is said, and products keep what they have. Raises if the GPU itself has failed."""
+        """Logs what goes wrong inside, and products keep what they have. Raises if the GPU itself has failed."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -145,7 +145,7 @@ def connect(
 
 
 def set_environment(interface: str | None) -> None:
-    """What gloo, NCCL and torch read when they first connect; what a user has set stays."""
+    """Sets what gloo, NCCL and torch read when they first connect; what a user has set stays."""
     for name, value in {**ENVIRONMENT, **_interface_names(interface)}.items():
         os.environ.setdefault(name, value)
 

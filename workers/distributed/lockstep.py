@@ -44,7 +44,7 @@ class StepExchange(Protocol):
         """End whatever waits, now and later; called in any thread."""
 
     def when_aborted(self, call: Callable[[], None]) -> None:
-        """What `abort` has to end too: a device that waits for others."""
+        """Adds a call that `abort` makes too, which ends a device that waits for others."""
 
     def close(self) -> None:
         """Release what it holds; the stepper uses another one from now on."""

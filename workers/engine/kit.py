@@ -82,7 +82,7 @@ class TorchInputs:
         )
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
-        """What `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
+        """Splits what `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
         first, second = step.halves(cut)
         both = self.of_step(first), self.of_step(second)
         if batch.vectors is None:

@@ -29,7 +29,7 @@ _log = structlog.get_logger()
 
 
 def scales_of(engine: "ModelEngine") -> list[tuple[float, float]]:
-    """Of keys and values. ProcessFatal where they are not numbers to divide by. The engine has a model and its ranks, but no cache."""
+    """The scales of keys and values. ProcessFatal: no numbers to divide by. The engine has a model and its ranks, but no cache."""
     if not largest(engine.layout.dtype):
         return [(1.0, 1.0)] * engine.layout.num_layers
     wanted = engine.config.cache.calculate_kv_scales

@@ -31,7 +31,7 @@ class Turns:
         self._halves: list[greenlet] = []
 
     def run(self, works: list[Callable[[], T]]) -> list[T]:
-        """What each gives; the first one leads. What one raises ends all."""
+        """Runs all and gives their results; the first one leads. What one raises ends all."""
         found: dict[int, T] = {}
 
         def half(nth: int) -> None:

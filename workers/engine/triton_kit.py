@@ -132,7 +132,7 @@ class TritonKit(TorchKit):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
 
     def attention_wave(self, engine: ModelEngine) -> int:
-        """Of Hopper's kernel; other kernels' tiles are small."""
+        """The wave of Hopper's kernel; other kernels' tiles are small."""
         spec = engine.spec
         if spec.mla is not None or spec.encoder_only or engine.layout.dtype != engine.dtype:
             return 0
@@ -279,7 +279,7 @@ def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:
 
 
 def _long_requests(engine: ModelEngine) -> list[int]:
-    """Of graphs for long contexts; none where it does not matter to a launch of attention how long these are."""
+    """The lengths of graphs for long contexts; none where it does not matter to a launch of attention how long these are."""
     spec, resolved = engine.spec, engine.resolved
     if resolved.max_model_len <= LONG_CONTEXT or engine.together is not None:
         return []
@@ -295,7 +295,7 @@ def _full_attention(spec: ModelSpec) -> list[tuple[int, int]]:
 
 
 def _shared_prefixes(engine: ModelEngine) -> PrefixTables | None:
-    """What finds the prefixes that decodes share; None where no kernel reads them together, or ranks see other batches than others."""
+    """Finds the prefixes that decodes share; None where no kernel reads them together, or ranks see other batches than others."""
     spec, rows = engine.spec, engine.rows
     if engine.config.worker.disable_cascade_attn or engine.together is not None or spec.mla is not None:
         return None

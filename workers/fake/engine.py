@@ -186,7 +186,7 @@ class FakeEngine:
         return num_drafts
 
     def _mask_behind(self, rows: I32, ends: I32, count: int) -> TokenMask | None:
-        """What the grammars of these rows allow behind their first `count` drafts, which begin at `ends`."""
+        """The tokens that the grammars of these rows allow behind their first `count` drafts, which begin at `ends`."""
         counts = np.full(len(rows), count, np.int32)
         step = columns_of(rows, ends, counts + 1)
         step.drafts = Drafts(counts, self._rows.tokens[rows[:, None], ends[:, None] + np.arange(count)].ravel())
@@ -221,7 +221,7 @@ class FakeEngine:
         return np.concatenate([*tokens, np.empty(0, np.int32)]), counts
 
     def _keep(self, lines: Lines, arrays: StepArrays, before: U64, each: I32, counts: I32) -> None:
-        """Of the lines of each request with drafts so many (counts) are kept; others leave no states. before: what slots held."""
+        """Keeps so many (counts) of the lines of each request with drafts; others leave no states. before: what slots held."""
         nth = np.arange(len(lines.tokens)) - np.repeat(np.cumsum(each) - each, each)
         slots, drafted = arrays.slots[:, self._states], np.repeat(each > 1, each)
         self._state[slots[lines.tokens[drafted]]] = before[lines.tokens[drafted]]
@@ -260,7 +260,7 @@ class FakeEngine:
         return (chosen + np.uint64(FIRST_TOKEN)).astype(np.int32)
 
     def _carried(self, rows: I32, starts: I32) -> U64:
-        """What the tokens before these left in the cache; something else, where a group's table lacks what a token here can see."""
+        """The sums that the tokens before these left in the cache; others, where a group's table lacks what a token here can see."""
         before = np.maximum(starts.astype(np.int64) - 1, 0)
         found = self._state[self._rows.slots(rows, before)] - self._groups
         num_seen = {

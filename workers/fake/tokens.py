@@ -35,7 +35,7 @@ def expected_token(tokens: list[int], vocab_size: int) -> int:
 
 
 def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
-    """What the fake model reads in the place of vectors. Their placeholder ids are others, so a lost vector shows as a wrong token."""
+    """The tokens that the fake model reads in place of vectors. Placeholder ids are others: a lost vector shows as a wrong token."""
     size, data = embeds.row_bytes, memoryview(embeds.data)
     return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
 

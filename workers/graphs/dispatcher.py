@@ -229,7 +229,7 @@ class Dispatcher:
         graph.replay()
 
     def first(self, *, everything: bool = False) -> list[Key]:
-        """What to capture at the start: keys from which no step is far, or all.
+        """The keys to capture at the start: those from which no step is far, or all.
 
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
         their memory.

@@ -78,7 +78,7 @@ class Key(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, str, bool, str]:
-        """What those have in common that launch the same kernels."""
+        """The part of a key that those share that launch the same kernels."""
         return self.uniform, self.part, self.shared, self.contexts
 
 

@@ -43,7 +43,7 @@ HeadProducts = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class LatentShape:
-    """What backends and latent_cache need to know of a layer of multi-head latent attention (kernels/mla/kernel.py)."""
+    """The facts that backends and latent_cache need of a layer of multi-head latent attention (kernels/mla/kernel.py)."""
 
     __slots__ = ("_absorb", "_values", "nope", "norm", "num_heads", "rank", "rotary", "up", "wide")
 
@@ -66,7 +66,7 @@ class LatentShape:
 
 
 class LayerStep(NamedTuple):
-    """What attention of one layer finds in a step beside the layer's tensors."""
+    """The inputs of one layer's attention in a step beside the layer's tensors."""
 
     ops: "Ops"
     batch: StepInputs

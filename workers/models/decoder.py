@@ -312,7 +312,7 @@ class Decoder(nn.Module):
         return found
 
     def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:
-        """What the first layer gets of embeddings, whether they were looked up or came with prompts."""
+        """The first layer's input, made of embeddings, whether they were looked up or came with prompts."""
         return x
 
     def embedding(self, ids: Tensor) -> Tensor:

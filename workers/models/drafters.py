@@ -47,7 +47,7 @@ from meshlm.workers.partial_sum import PartialSum
 
 
 class StateDrafter(Decoder):
-    """What these drafters have in common. `forward` takes states in the place of a pipeline's residual, and gives those that are fed
+    """The common part of these drafters. `forward` takes states in the place of a pipeline's residual, and gives those that are fed
     on."""
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:

@@ -65,7 +65,7 @@ class EncoderLayer(nn.Module):
         self.act = FUNCTIONS[spec.hidden_act]
 
     def attended(self, x: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """What attention adds. The context's table of the rotation is empty where positions are not rotated."""
+        """Computes what attention adds. The context's table of the rotation is empty where positions are not rotated."""
         step = LayerStep(context.ops, context.batch, context.rope, cache)
         out = context.attention.attend(self.qkv(x, context.ops), step, self.heads, self.scale, self.window)
         found: Tensor = self.o(out.flatten(1), context.ops)

@@ -96,7 +96,7 @@ class LayerNormLayer(DecoderLayer):
 
 
 class Entry(nn.Module):
-    """What stands between the embedding and the first layer."""
+    """The modules between the embedding and the first layer."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()

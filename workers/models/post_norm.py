@@ -80,7 +80,7 @@ class OlmoAttention(Attention):
         return self.attend_normed(torch.cat((query, key, value), dim=-1), cache, context)
 
     def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """What `attend` does behind these norms."""
+        """Does what `attend` does, behind these norms."""
         return super().attend(qkv, cache, context)
 
 

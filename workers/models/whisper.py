@@ -83,7 +83,7 @@ class QueryValueBias(nn.Module):
         self.q, self.v = parameter(size), parameter(size)
 
     def whole(self) -> nn.Parameter:
-        """Of query, key and value in one product."""
+        """The bias of query, key and value in one product."""
         return nn.Parameter(torch.cat((self.q, torch.zeros_like(self.q), self.v)), requires_grad=False)
 
 

@@ -60,7 +60,7 @@ class WeightAndReduce(Enum):
 
 
 class Quantisation(Enum):
-    """What experts want of activations before they are sent to them: as they are, or 8-bit floats with scales."""
+    """The form in which experts want activations to be sent to them: as they are, or 8-bit floats with scales."""
 
     NONE = "none"
     FP8_TOKEN = "fp8, a scale for each token"
@@ -69,7 +69,7 @@ class Quantisation(Enum):
 
 
 class ExpertExtras(NamedTuple):
-    """What gpt-oss' experts have beside two products and a gate that is silu: biases, and its activation. glu(gate, up) = (up + 1)
+    """The extra parts of gpt-oss' experts beside two products and a silu gate: biases, and an activation. glu(gate, up) = (up + 1)
     gate sigmoid(alpha gate), where gate is at most `limit` and up between -limit and limit"""
 
     gate_up_bias: Tensor | None  # [local experts, 2 wide]
@@ -88,7 +88,7 @@ class Routing(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """What a dispatcher hands to the experts of this rank. Numbers of experts are local ones here."""
+    """The rows that a dispatcher hands to the experts of this rank. Numbers of experts are local ones here."""
 
     x: Tensor  # [m, hidden] or [local experts, most tokens, hidden], maybe 8-bit floats
     scales: Tensor | None  # float32 of x, where it is quantised: as x, but with one column for each group
@@ -161,7 +161,7 @@ class Experts(Protocol):
     """Whether rows may be computed some at a time."""
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
-        """What it leaves of so many rows, of what the dispatcher does too."""
+        """The weighting and summing that it leaves to the dispatcher, for so many rows."""
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
 

@@ -43,7 +43,7 @@ class MatchersLost(Exception):
 
     @property
     def failed(self) -> RowFailed:
-        """What ends a request for it: what is not the grammar's doing may go well another time."""
+        """The error that ends a request for it: what is not the grammar's doing may go well another time."""
         if self.by_grammar:
             return RowFailed(self.message)
         return RowFailed(f"{self.message}; try again", ErrorKind.OVERLOADED)
@@ -268,7 +268,7 @@ class Constraint(StepExtra[Any]):
         return bool(self._rows)
 
     def mask(self, take: Callable[[int], I32] | None = None) -> TokenMask | None:
-        """What follows waits for the tokens of the step before. take: where masks are written, of so many lines."""
+        """Makes the masks, which waits for the tokens of the step before. take: where masks are written, of so many lines."""
         if not self._rows:
             return None
         mask = self._grammars.mask(self._rows, None if self._step is None else self._step.drafts, take)

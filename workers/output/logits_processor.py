@@ -27,7 +27,7 @@ class AddedRequest(NamedTuple):
 
 
 class BatchUpdate(NamedTuple):
-    """What has changed since the last call; `removed` comes before `added`, where both name a row."""
+    """The changes since the last call; `removed` comes before `added`, where both name a row."""
 
     removed: list[int]
     added: list[AddedRequest]

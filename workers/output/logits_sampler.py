@@ -51,7 +51,7 @@ class MaskStaging:
         return found
 
     def send(self, mask: TokenMask) -> None:
-        """What is launched from now on finds these masks, which are written where `take` said. Steps before must have read theirs."""
+        """Launches from now on find these masks, which are written where `take` said. Steps before must have read theirs."""
         lines, words = self._pinned[self._slot]
         slot, count = self._slot, len(mask.lines)
         which = lines.numpy()

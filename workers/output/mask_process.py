@@ -44,7 +44,7 @@ PIECE = 1 << 16  # what most messages are within
 
 
 class MaskChild(Struct, frozen=True):
-    """What the fork server loads: the argument of mask_child.py."""
+    """The model that the fork server loads: the argument of mask_child.py."""
 
     tokenizer_path: str
     vocab_size: int

@@ -45,7 +45,7 @@ class RowBegins(Struct, frozen=True):
 
 
 class Turn(Struct, frozen=True, omit_defaults=True):
-    """What is new, and the rows whose masks are wanted: one behind their tokens, and one behind each of their drafts."""
+    """The news of a step, and the rows whose masks are wanted: one behind their tokens, and one behind each of their drafts."""
 
     wanted: list[int]
     begins: list[RowBegins] = []
@@ -59,7 +59,7 @@ class Turn(Struct, frozen=True, omit_defaults=True):
 
 
 class Turned(Struct, frozen=True, omit_defaults=True):
-    """What became of the wanted rows, whose masks are made."""
+    """The state of the wanted rows, whose masks are made."""
 
     errors: dict[int, str] = {}  # why the text of a row cannot go on
     over: list[int] = []  # rows of which any token may come from now on
@@ -67,7 +67,7 @@ class Turned(Struct, frozen=True, omit_defaults=True):
 
 
 class _Known(NamedTuple):
-    """What a row is behind its known tokens."""
+    """A row's state behind its known tokens."""
 
     num_output: int
     num_consumed: int
@@ -127,7 +127,7 @@ class RowMatcher:
             self.error = f"its matcher went no further: {told(self._matcher.get_error())}"
 
     def begin_drafts(self, drafts: list[int]) -> None:
-        """What is pushed from here on, some of these tokens, is taken back by `end_drafts`."""
+        """Tokens that are pushed from here on, some of these, are taken back by `end_drafts`."""
         reasoning, thinking = self._reasoning, self._thinking
         self._known = _Known(len(self._output), self._num_consumed, self._waits, reasoning, thinking)
         if reasoning is not None and reasoning.is_open:

@@ -32,7 +32,7 @@ COMPUTED = Mark()
 
 
 class Contexts(NamedTuple):
-    """What a step's requests see."""
+    """The contexts that a step's requests see."""
 
     longest: int  # tokens that a request has when the step is computed
     num_pairs: float  # of prompt tokens and the keys that each sees

@@ -15,7 +15,7 @@ from meshlm.workers.rows.step_columns import StepColumns
 
 
 class Drafts(NamedTuple):
-    """What is guessed for n rows."""
+    """The tokens that are guessed for n rows."""
 
     tokens: I32  # [n, k]: row i's are the first counts[i]; what stands behind them means nothing
     counts: I32  # [n]: 0 .. k

@@ -36,7 +36,7 @@ def _of_plugin(name: str) -> MakeDrafter:
 
 
 def drafter_of(engine: "ModelEngine") -> Drafter:
-    """Of an engine whose tokens are on the host. It has no caches yet."""
+    """The drafter of an engine whose tokens are on the host. It has no caches yet."""
     config, rows = engine.config.speculative, engine.rows
     if config.method == "suffix":
         return SuffixDrafter(rows.tokens.numpy(), config)

@@ -32,7 +32,7 @@ class ModelDrafter:
         self._num_computed[new.row] = -1
 
     def remove_row(self, row: int, num_known: int) -> None:
-        """What it had of the row means nothing to the next."""
+        """Nothing is to be forgotten: the next request counts anew."""
 
     def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
         """Prompts are computed here likewise; what decodes add waits until they are drafted for."""

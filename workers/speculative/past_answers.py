@@ -72,7 +72,7 @@ class PastAnswers:
         return (size - -(-min(differ, default=8 * size) // 8)) // 4
 
     def continuations(self, context: bytes, limit: int) -> list[list[int]]:
-        """What follows each place of this context, `limit` tokens at the most; the latest answers first, in each the first places."""
+        """The tokens that follow each place of this context, `limit` at most; the latest answers first, in each the first places."""
         (first, begin), (last, end) = self._first_from(context), self._first_from(context + b"\xff" * 4 * self._depth)
         blocks = [self._blocks[first][begin:], *self._blocks[first + 1 : last], self._blocks[last][:end]]
         if first == last:

@@ -50,7 +50,7 @@ class StatesDrafter:
         self._lens[new.row] = 0
 
     def remove_row(self, row: int, num_known: int) -> None:
-        """What it had of the row means nothing to the next."""
+        """Nothing is to be forgotten: the next request counts anew."""
 
     def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
         """Computes the same tokens, but drafts that were refused."""

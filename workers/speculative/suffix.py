@@ -74,7 +74,7 @@ class SuffixDrafter:
         self._rows[new.row] = HeldRow(new.group, len(new.token_ids) // 4)
 
     def remove_row(self, row: int, num_known: int) -> None:
-        """What the row got is learned in the steps that follow; it is not, where too much waits for that."""
+        """The row's tokens are learned in the steps that follow; they are not, where too much waits for that."""
         group, first = self._rows.pop(row)
         if first >= num_known or not self._max_cached_requests or len(self._waiting) >= MAX_WAITING:
             return

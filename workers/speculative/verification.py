@@ -71,7 +71,7 @@ class Verification(RowExtra[Any]):
         step.starts, step.counts, step.t = starts, counts, int(counts.sum())
 
     def _draft(self, rows: I32, known: I64, most: I32) -> Drafts:
-        """Of these rows, of which each may have so many."""
+        """The drafts of these rows, of which each may have so many."""
         drafting = np.flatnonzero(most)
         rows, known, counts = rows[drafting], known[drafting], np.zeros(len(most), np.int32)
         guessed = self._drafter.propose(rows, known, most[drafting])
@@ -91,7 +91,7 @@ class Verification(RowExtra[Any]):
         return tokens, counts
 
     def _accepted(self, step: StepColumns, sampled: I32) -> tuple[I32, I32]:
-        """Of what was sampled [lines], a view of the head's, the tokens that rows get, and how many each request that samples gets: the
+        """Gives of the sampled tokens [lines], a view of the head's, those that rows get, and how many each request that samples gets: the
         drafts up to the first that differs, and the token that is sampled there."""
         rows, drafts = step.rows[step.places], step.drafts or NOTHING
         if not len(drafts.tokens):

@@ -52,7 +52,7 @@ class RandomMixer:
         return torch.randn(*shape, device=self._device)
 
     def run(self, given: Tensor, states: StepStates, cache: StateCache) -> list[Tensor]:
-        """What the convolution gives, and the layer's own operation, if it has one. given [t, width]."""
+        """Runs the convolution, and the layer's own operation, if it has one. given [t, width]."""
         state = self._state
         gate, inputs, *rest = given.split(self._sizes, dim=1)
         mixed = states.conv(inputs, self._weight, self._bias, cache, silu=state.kind != "short_conv")
@@ -199,7 +199,7 @@ def _errors(
 
 
 def _cache(state: StateSpec, ssm: torch.dtype, dtype: torch.dtype, device: torch.device) -> StateCache:
-    """What no request has written is the same in both, and would be seen."""
+    """Bytes that no request has written are the same in both, and a change would be seen."""
     heads = (2, NUM_PAGES, -(-state.num_heads // 2), state.head_dim, state.state_size)
     channels = (2, NUM_PAGES, -(-state.conv_dim // 2), state.conv_kernel - 1)
     return StateCache(

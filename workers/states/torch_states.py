@@ -27,7 +27,7 @@ class WrongStates(Exception):
 
 
 class StepStates(Protocol):
-    """What layers with states compute, for one step and the layers of one group. Everything is [t, ...], by the step's tokens; states
+    """The operations of layers with states, for one step and the layers of one group. All is [t, ...], by the step's tokens; states
     are read from and left in the cache."""
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: StateCache, *, silu: bool = True) -> Tensor:

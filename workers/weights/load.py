@@ -178,7 +178,7 @@ def _fill_redundant(model: Decoder) -> None:
 
 
 def make_tensors(module: nn.Module, device: torch.device) -> None:
-    """What `module.to_empty(device=device)` does. That calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
+    """Does as `module.to_empty(device=device)`, which calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
     module._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
 
 

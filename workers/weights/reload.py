@@ -53,7 +53,7 @@ def tensors_by_path(model: nn.Module) -> Iterator[tuple[Path, Tensor]]:
 
 
 def held_by(model: nn.Module, path: Path) -> Any:
-    """What the way leads to; None: there is nothing."""
+    """The object that the way leads to; None: there is nothing."""
     one: Any = model
     for key in path:
         one = dict(_inside(one)).get(key)
@@ -61,7 +61,7 @@ def held_by(model: nn.Module, path: Path) -> Any:
 
 
 def _inside(one: Any) -> Iterator[tuple[str | int, Any]]:
-    """What an object holds that may be the model's, or hold some of it."""
+    """The parts of an object that may be the model's, or hold some of it."""
     if isinstance(one, Mapping):
         yield from one.items()
     elif isinstance(one, list | tuple | set | frozenset):

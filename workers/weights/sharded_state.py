@@ -29,7 +29,7 @@ LAYOUT = 1
 
 
 class _Made(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a rank were made for."""
+    """The model and rank that files were made for."""
 
     architecture: str
     dtype: str
@@ -120,7 +120,7 @@ def _files(model: Decoder, resolved: Resolved) -> tuple[Path, ...]:
 
 
 def _made_for(file: Path, said: str, model: Decoder, resolved: Resolved) -> _Made:
-    """What the file says of itself. Refuses one that was made for another worker."""
+    """Reads what the file says of itself. Refuses one that was made for another worker."""
     try:
         found = msgspec.json.decode(said, type=_Made)
     except msgspec.MsgspecError:

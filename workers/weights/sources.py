@@ -273,7 +273,7 @@ def _long(layer: str) -> str:
 def _quantised_projections(
     name: str, spec: ModelSpec, packed: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, list[str], QuantizationScheme] | None:
-    """Of a tensor that belongs to several quantised projections: what of them it is, their names, and how they are quantised."""
+    """Describes a tensor that belongs to several quantised projections: what of them it is, their names, and how they are quantised."""
     module, last = stem_of(name)
     match = _OF_LAYER.fullmatch(module)
     names = [f"{_long(match['layer'])}.{one}" for one in packed.get(match["stem"], ())] if match else []

@@ -119,7 +119,7 @@ def keep_values(model: Decoder, plan: WeightsPlan, weights: int, dtype: torch.dt
 def weights_plan(
     config: MeshConfig, device: torch.device, others: int, shard: Shard, cache_dtype: torch.dtype
 ) -> WeightsPlan:
-    """What decides whether packed weights are decoded. others: see `memory.taken_by_others`."""
+    """The facts that decide whether packed weights are decoded. others: see `memory.taken_by_others`."""
     resolved, wanted = config.require_resolved(), config.model.gguf_weights
     if device.type != "cuda":
         return WeightsPlan(wanted, device.type, resolved.dtype == "float32", exact=config.model.cpu_exact)

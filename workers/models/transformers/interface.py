@@ -20,7 +20,7 @@ SINKS = "s_aux"  # a logit of each head that takes part in the sum alone
 
 
 class Attends(Protocol):
-    """What a layer's module has as its attribute LAYER."""
+    """The object that a layer's module has as its attribute LAYER."""
 
     def __call__(
         self,
@@ -35,7 +35,7 @@ class Attends(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MaskFunction:
-    """What makes a mask: whether the query at one index sees the key at another, for tensors of indices."""
+    """A function that makes a mask: whether the query at one index sees the key at another, for tensors of indices."""
 
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # of batch, head, query and key
 
@@ -100,7 +100,7 @@ def register() -> None:
 
 
 class _Output(tuple[Tensor | None, ...]):
-    """What a head may ask of its layers: the states, and nothing else."""
+    """The output that a head may ask of its layers: the states, and nothing else."""
 
     __slots__ = ()
 

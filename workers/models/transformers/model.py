@@ -26,7 +26,7 @@ from meshlm.workers.models.transformers.self_test import why_unequal
 
 
 class _Step(NamedTuple):
-    """What layers need to know of the step that is being computed."""
+    """The step that is being computed, as layers need it."""
 
     batch: StepInputs
     caches: list[LayerCache]
@@ -65,7 +65,7 @@ class _Layer:
 
 
 class _NoLayer(DecoderLayer):
-    """What tells others that no layer here is of ours."""
+    """A marker that tells others that no layer here is of ours."""
 
 
 class TransformersModel(Decoder):
@@ -128,7 +128,7 @@ class TransformersModel(Decoder):
             self.step = None
 
     def states(self, ids: Tensor, positions: Tensor, vectors: Tensor | None) -> Tensor:
-        """What the layers that are here make of tokens [t]: [t, hidden], normed behind the last stage. vectors [t, hidden]: instead of
+        """Computes the layers that are here for tokens [t]: [t, hidden], normed behind the last stage. vectors [t, hidden]: instead of
         the tokens' own, or what the stage before gives."""
         tokens = {"input_ids": ids[None]} if vectors is None else {"inputs_embeds": vectors[None]}
         if self._stage is not None and vectors is not None:

@@ -83,13 +83,13 @@ class Way(Protocol):
     name: str
 
     def sending(self, members: Members, x: Tensor, scales: Tensor | None, routing: Routing) -> Callable[[], Dispatched]:
-        """What is called to send; what is computed before it need not wait for the rows of others."""
+        """The function that sends; what is computed before it need not wait for the rows of others."""
 
     def give_back(self, group: ExpertGroup, sums: Tensor) -> Tensor:
         """Send [members rows, hidden] back to where rows came from."""
 
     def added(self, group: ExpertGroup, received: Tensor, num_tokens: int) -> Tensor:
-        """What has come back -> the sums [num_tokens, hidden] of this rank's own rows."""
+        """Adds what has come back -> the sums [num_tokens, hidden] of this rank's own rows."""
 
 
 class Collective:

@@ -61,7 +61,7 @@ class PackedExperts(_Packed):
         return warm_rows(self._layer(num_topk), most, self._kind, direct=self._direct)
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
-        """What stands between gate and down; and results before they are summed."""
+        """The memory between gate and down; and of results before they are summed."""
         rows = x[0]
         plan = self.plan(rows, num_topk)
         count = layer.num_rows(plan, rows, num_topk, self._num_experts)

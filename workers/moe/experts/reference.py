@@ -50,7 +50,7 @@ class ReferenceExperts:
         return self._down.linear(number, inner, down_bias)
 
     def _inner(self, x: Tensor) -> Tensor:
-        """What goes down, of gate and up beside one another, or of up alone."""
+        """The input of the down product, of gate and up beside one another, or of up alone."""
         if not self._gated:
             return self._act(x)
         gate, up = x.chunk(2, dim=-1)

@@ -33,7 +33,7 @@ ALPHAS = {"silu": 0.0, "gelu_pytorch_tanh": GELU_ALPHA}
 
 
 def epilogues(extras: ExpertExtras | None, act: str = "silu", *, gated: bool = True) -> tuple[Epilogue, Epilogue]:
-    """What stands behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own;
+    """The epilogues behind the products of gate and up, and behind that of down. act: one of ALPHAS, unless the extras have their own;
     without a gate UNGATED_ACT."""
     if not gated:
         assert extras is None
@@ -47,7 +47,7 @@ def epilogues(extras: ExpertExtras | None, act: str = "silu", *, gated: bool = T
 
 
 def quantisation_of(weight: Fp8Weight | Int8Weight | None) -> Quantisation:
-    """What experts of such a weight want of activations."""
+    """The form of activations that experts of such a weight want."""
     if isinstance(weight, Int8Weight):
         return Quantisation.INT8_TOKEN
     if weight is None or weight.rounded is None:
@@ -109,7 +109,7 @@ class _Weights:
         return found._replace(gate=found.gate._replace(block_n=self.columns(found.gate.block_n)))
 
     def columns(self, of_gate: int) -> int:
-        """Of a tile of the first product: without a gate it has as many lines of the weight as gate and up have together."""
+        """The columns of the first product's tile: without a gate it has as many lines of the weight as gate and up have together."""
         return of_gate if self._gated else 2 * of_gate
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
@@ -139,7 +139,7 @@ class TritonExperts:
         return self._weights.warm_rows(num_topk, most)
 
     def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
-        """What stands between gate and down; and results before they are summed."""
+        """The memory between gate and down; and of results before they are summed."""
         rows, weights = x[0], self._weights
         plan = weights.plan(rows, num_topk)
         if isinstance(plan.gate, many.Shape):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def first_placement(num_experts: int, num_redundant: int, num_ranks: int) -> list[int]:
-    """What ranks have at the start: experts that follow one another, then copies of the first of these."""
+    """The placement at the start: experts that follow one another, then copies of the first of these."""
     own, copies = num_experts // num_ranks, num_redundant // num_ranks
     return [
         rank * own + (slot if slot < own else (slot - own) % own)

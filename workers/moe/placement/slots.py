@@ -62,7 +62,7 @@ class Moves(NamedTuple):
 
 
 def moves_of(rank: int, old: Sequence[int], new: Sequence[int], num_ranks: int) -> Moves:
-    """What all ranks know of each other without a word: the ranks that hold an expert send it to others in turn."""
+    """The moves, which all ranks know of each other without a word: the ranks that hold an expert send it to others in turn."""
     each = len(old) // num_ranks
     holders: dict[int, dict[int, int]] = {}  # of an expert: ranks, and a slot there
     for slot, expert in enumerate(old):

@@ -83,7 +83,7 @@ class RowExtra(Generic[States]):
         return self.extra is not None and find_extra(new.extras, self.extra) is not None
 
     def prepare(self, extra: ExtraKind) -> RowFailed | None:
-        """What takes long, before its request gets a row; why no row can have it. Called in other threads."""
+        """Does what takes long, before its request gets a row; gives why no row can have it. Called in other threads."""
         return None
 
     def rewritten(self, new: NewRow) -> NewRow:
@@ -169,7 +169,7 @@ class RowExtras(Generic[States]):
         return [found for nth in kinds if (found := self._kinds[nth].for_step(step)) is not None]
 
     def prepare(self, extra: ExtraKind) -> RowFailed | None:
-        """What takes long of an extra whose request waits for a row; why no row can have it. Called in other threads."""
+        """Does what takes long of an extra whose request waits for a row; gives why no row can have it. Called in other threads."""
         found = [kind.prepare(extra) for kind in self._kinds if kind.extra is type(extra)]
         return found[0] if found else None
 
