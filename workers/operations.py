@@ -90,7 +90,7 @@ class Extension:
 
 
 def load_profiler(folder: str) -> None:
-    """Imports a trace's needs before the worker is ready: importing torch takes seconds, or a minute from a cold disk, in which a worker
+    """Imports a trace's needs before the worker is ready: importing torch takes seconds, or a minute from a cold disk, when a worker
     of --device fake, which has no other use for it, took no step and gave /start_profile no answer."""
     if folder:
         importlib.import_module("torch.profiler")

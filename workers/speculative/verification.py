@@ -91,7 +91,7 @@ class Verification(RowExtra[Any]):
         return tokens, counts
 
     def _accepted(self, step: StepColumns, sampled: I32) -> tuple[I32, I32]:
-        """Gives of the sampled tokens [lines], a view of the head's, those that rows get, and how many each request that samples gets: the
+        """Of the sampled tokens [lines], a view of the head's, those that rows get, and how many each sampling request gets: the
         drafts up to the first that differs, and the token that is sampled there."""
         rows, drafts = step.rows[step.places], step.drafts or NOTHING
         if not len(drafts.tokens):
