@@ -110,3 +110,21 @@ DETOKENIZER: Mapping[str, Metric] = {
     "step_decode_time_seconds": _hop("From a step's result at the scheduler to its text leaving the detokenizer."),
     "request_retries": Metric("counter", "Attempts that followed a request's first one, by reason.", "reason"),
 }
+
+STORE: Mapping[str, Metric] = {
+    "kv_store_queries": Metric("counter", "Keys of KV blocks that schedulers asked the store for."),
+    "kv_store_hits": Metric("counter", "Keys among these that it had, by tier.", "tier"),
+    "kv_store_hit_rate_ceiling": Metric(
+        "gauge", "Share of these keys that a store without any bound would have had, 0 to 1; estimated."
+    ),
+    "kv_store_stored": Metric("counter", "Keys whose pages were written, by tier.", "tier"),
+    "kv_store_refused": Metric("counter", "Offered keys that were not stored, by reason.", "reason"),
+    "kv_store_evicted": Metric("counter", "Keys that made room for others, by tier.", "tier"),
+    "kv_store_pages": Metric(
+        "gauge", "Pages of the store's memory: in use (read or written now), stored, free.", "state"
+    ),
+    "kv_store_bytes": Metric("gauge", "Bytes of stored pages, by tier.", "tier"),
+    "kv_store_capacity_bytes": Metric("gauge", "Bytes that may be stored, by tier.", "tier"),
+    "kv_store_read_bytes": Metric("counter", "Bytes of pages that were read, by tier.", "tier"),
+    "kv_store_written_bytes": Metric("counter", "Bytes of pages that were written, by tier.", "tier"),
+}

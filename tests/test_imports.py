@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "supervisor")
+PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "store", "supervisor")
 ALLOWED: dict[str, set[str]] = {
     "protocol": {"protocol"},
     "architectures": {"architectures", "protocol"},
@@ -27,6 +27,7 @@ NO_TORCH = (
     "coordinator",
     "scheduler_proc",
     "detokenizer",
+    "store",
     "supervisor",
 )
 

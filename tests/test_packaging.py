@@ -21,6 +21,7 @@ FOLDERS = {
     "kernels",
     "protocol",
     "runtime",
+    "store",
     "supervisor",
 }
 

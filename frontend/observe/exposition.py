@@ -169,7 +169,8 @@ def _of_processes(stats: MeshStats, model: str) -> Iterator[str]:
     ranks = [((("engine", str(rank.dp_rank)),), rank.counts) for rank in stats.ranks]
     others = [((("process", str(one.process)),), one.counts) for one in stats.counts]
     yield from _of_table(counts.SCHEDULER, [((*who, ("model_name", model)), told) for who, told in ranks])
-    yield from _of_table(counts.DETOKENIZER, [((("model_name", model), *who), told) for who, told in others])
+    for table in (counts.DETOKENIZER, counts.STORE):
+        yield from _of_table(table, [((("model_name", model), *who), told) for who, told in others])
 
 
 def _of_table(table: Mapping[str, counts.Metric], processes: list[tuple[Labels, ProcessCounts]]) -> Iterator[str]:

@@ -37,6 +37,7 @@ FOLDER = {
     Role.COORDINATOR: "coordinator",
     Role.SCHEDULER: "scheduler_proc",
     Role.WORKER: "workers",
+    Role.STORE: "store",
 }
 
 

@@ -14,6 +14,7 @@ from meshlm.protocol.config import KVTransferConfig, MeshConfig
 from meshlm.protocol.config.kv_transfer import num_prefill_ranks
 from meshlm.runtime import plugins
 from meshlm.supervisor.errors import UsageError, raised_as
+from meshlm.supervisor.settings import kv_store
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
@@ -50,12 +51,13 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     )
     if not kv.moves:
         return
-    flag = "--kv-offloading-size" if kv.has_store else ROLES_FLAG if kv.shares_pages else FLAG
+    flag = kv_store.SIZE_FLAG if kv.has_store else ROLES_FLAG if kv.shares_pages else FLAG
     yield (
         not c.cache.enable_prefix_caching,
         flag,
         "pages are found by their prefix; leave --no-enable-prefix-caching out",
     )
+    yield from kv_store.rules(c)
     yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
     several = c.parallel.nnodes > 1 or c.network.headless or bool(c.network.listen)
     yield kv.shares_pages and several, ROLES_FLAG, "ranks read one another's pages on one host; this mesh has several"
@@ -68,10 +70,13 @@ def _connectors(c: KVTransferConfig) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise UsageError(f"{FLAG} {c.kv_transfer_config}: a JSON object is expected")
     check(_keys(given))
+    options = given.get("kv_connector_extra_config", {})
+    if given["kv_connector"] == kv_store.CONNECTOR:
+        return kv_store.settled(given, options, c)
     found = {"engine_id": given.get("engine_id", ""), "connectors": (given["kv_connector"],)}
     if (policy := given.get("kv_load_failure_policy")) is not None:
         found["load_failure_policy"] = policy
-    found["connector_options"] = json.dumps(given.get("kv_connector_extra_config", {}))
+    found["connector_options"] = json.dumps(options)
     return found
 
 
@@ -80,8 +85,8 @@ def _keys(given: dict[str, Any]) -> Rules:
         close = difflib.get_close_matches(key, KEYS, 1)
         yield key not in KEYS, f"{FLAG}: {key}", "unknown" + (f"; {close[0]} is one" if close else "")
     name = given.get("kv_connector")
-    there = (*BUILT_IN, *plugins.names(plugins.KV_CONNECTORS, os.environ))
-    text = f"no such connector; there are {', '.join(there)}" if there else "no connector is installed"
+    there = (kv_store.CONNECTOR, *BUILT_IN, *plugins.names(plugins.KV_CONNECTORS, os.environ))
+    text = f"no such connector; there are {', '.join(there)}"
     yield name not in there, f"{FLAG}: kv_connector {json.dumps(name)}", text
     policy, policies = given.get("kv_load_failure_policy", "recompute"), ("recompute", "fail")
     yield policy not in policies, f"{FLAG}: kv_load_failure_policy {json.dumps(policy)}", "recompute or fail"

@@ -56,7 +56,8 @@ def stats(num_ranks: int) -> MeshStats:
         )
         for rank in range(num_ranks)
     )
-    others = (CountsOf(Identity(Role.DETOKENIZER, 0), filled(dict(counts.DETOKENIZER))),)
+    tables = {Role.DETOKENIZER: counts.DETOKENIZER, Role.STORE: counts.STORE}
+    others = tuple(CountsOf(Identity(role, 0), filled(dict(table))) for role, table in tables.items())
     return MeshStats(True, ranks=ranks, num_held=1, counts=others)
 
 

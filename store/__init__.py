@@ -1,0 +1,1 @@
+"""The store process: tiers of KV pages below the device's memory."""

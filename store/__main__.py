@@ -1,0 +1,3 @@
+from meshlm.store.main import main
+
+main()
