@@ -14,12 +14,13 @@ from msgspec import Struct
 
 from meshlm.coordinator import core as coordinator_core
 from meshlm.coordinator.core import Coordinator
+from meshlm.coordinator.roles import SHORT_PROMPT
 from meshlm.detokenizer.core import Detokenizer
 from meshlm.detokenizer.events import Effect, Encode, Encoded
 from meshlm.protocol.edges import control
-from meshlm.protocol.edges.admit import AbortRequests, Assign, Load
+from meshlm.protocol.edges.admit import AbortRequests, Assign, Load, Readmit, Returned
 from meshlm.protocol.edges.text import Abort, Rejected, Submit, TextDeltas, TokenPrompt
-from meshlm.protocol.edges.token import Ended, First, TokenDeltas
+from meshlm.protocol.edges.token import Ended, First, StillThere, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -47,8 +48,8 @@ class Process(Protocol):
 
 
 class TheCoordinator:
-    def __init__(self) -> None:
-        self.core = Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS))
+    def __init__(self, num_prefill_ranks: int) -> None:
+        self.core = Coordinator(max_waiting=2, num_ranks=len(SCHEDULERS), num_prefill_ranks=num_prefill_ranks)
 
     def _do(self, event: coordinator_core.Event) -> Sends:
         sends = self.core.handle(event, 0.0)
@@ -73,6 +74,7 @@ class FakeScheduler:
         self.detokenizer = Incarnation(0)
         self.early: list[Assign] = []
         self.requests: dict[RequestId, tuple[Assign, int]] = {}  # and the tokens that exist
+        self.num_handed_off = 0
 
     def up(self, peer: Identity, life: Incarnation) -> Sends:
         if peer == DETOKENIZER:
@@ -84,8 +86,8 @@ class FakeScheduler:
         member = control.Member(self.identity, self.life, "", True)
         return [(COORDINATOR, control.Join(member)), (COORDINATOR, self.load())]
 
-    def load(self, *ended: RequestId) -> Load:
-        return Load(len(self.requests), 0, 100, 100, 0, ended)
+    def load(self, *ended: RequestId, returned: tuple[Returned, ...] = ()) -> Load:
+        return Load(len(self.requests), 0, 100, 100, 0, ended, returned=returned)
 
     def lost(self, peer: Identity, life: Incarnation) -> Sends:
         if peer != DETOKENIZER:
@@ -102,6 +104,10 @@ class FakeScheduler:
                 gone = [name for name in names if self.requests.pop(name, None) is not None]
                 self.early = [assign for assign in self.early if assign.work.request_id not in names]
                 return [(COORDINATOR, self.load(*gone))]
+            case StillThere(handles=handles):
+                here = {assign.work.handle for assign, _ in self.requests.values()}
+                missing = tuple(Handle(handle) for handle in ints(handles) if handle not in here)
+                return [(DETOKENIZER, Readmit(missing))] if missing else []
         return []
 
     def assign(self, assign: Assign) -> None:
@@ -129,14 +135,20 @@ class FakeScheduler:
         if ends:
             del self.requests[name]
             sends.append((COORDINATOR, self.load(name)))
+        elif assign.hands_off:
+            del self.requests[name]
+            self.num_handed_off += 1
+            one = Returned(name, work.attempt, work.handle, DETOKENIZER, assign.incarnation, handed_off=True)
+            sends.append((COORDINATOR, self.load(returned=(one,))))
         return sends
 
 
 class TheDetokenizer:
     """And the frontend, which never fails."""
 
-    def __init__(self) -> None:
-        self.core = Detokenizer(TABLE, len(TABLE), 100)
+    def __init__(self, prompt: list[int]) -> None:
+        self.core = Detokenizer(TABLE, len(TABLE), 1000)
+        self.prompt = array("i", prompt)
         self.names: list[RequestId] = []
         self.tokens: dict[RequestId, list[int]] = {}
         self.ends: dict[RequestId, FinishReason] = {}
@@ -148,7 +160,7 @@ class TheDetokenizer:
         self.core.check()
         for effect in effects:
             if isinstance(effect, Encode):
-                sends += self._do(Encoded(effect.job, array("i", [1, 2, 3])))
+                sends += self._do(Encoded(effect.job, self.prompt))
             elif effect.to == FRONTEND:
                 assert not isinstance(effect.message, Rejected), effect.message
             else:
@@ -201,8 +213,9 @@ Address = tuple[Identity, Incarnation]
 class World:
     """Sessions as runtime/mesh/mesh.py gives them: in order, once, between two lives that have seen each other."""
 
-    def __init__(self) -> None:
-        self.detokenizer = TheDetokenizer()
+    def __init__(self, num_prefill_ranks: int = 0) -> None:
+        self.num_prefill_ranks = num_prefill_ranks
+        self.detokenizer = TheDetokenizer([1] * (SHORT_PROMPT + 9) if num_prefill_ranks else [1, 2, 3])
         self.life: dict[Identity, Incarnation] = {DETOKENIZER: LIFE}
         self.processes: dict[Identity, Process] = {DETOKENIZER: self.detokenizer}
         self.links: dict[tuple[Address, Address], deque[Struct]] = {}
@@ -223,7 +236,9 @@ class World:
     def start(self, identity: Identity) -> None:
         self.num_lives += 1
         life = self.life[identity] = Incarnation(self.num_lives)
-        self.processes[identity] = TheCoordinator() if identity == COORDINATOR else FakeScheduler(identity, life)
+        is_coordinator = identity == COORDINATOR
+        process = TheCoordinator(self.num_prefill_ranks) if is_coordinator else FakeScheduler(identity, life)
+        self.processes[identity] = process
         for other in self.linked(identity):
             self.notices.setdefault((identity, other), deque()).append((True, self.life[other]))
             self.notices.setdefault((other, identity), deque()).append((True, life))
@@ -339,7 +354,30 @@ class World:
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_no_death_is_seen_in_what_comes(data: st.DataObject) -> None:
-    world = World()
+    any_history(World(), data)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_death_is_seen_where_prompts_are_handed_off(data: st.DataObject) -> None:
+    any_history(World(num_prefill_ranks=1), data)
+
+
+def test_a_prompt_is_handed_off_where_nobody_dies() -> None:
+    world = World(num_prefill_ranks=1)
+    while possible := world.possible():
+        world.happen(*possible[0])
+    world.send(DETOKENIZER, world.detokenizer.submit(4))
+    while possible := world.possible():
+        world.happen(*possible[0])
+    first = world.processes[SCHEDULERS[0]]
+    assert isinstance(first, FakeScheduler)
+    assert first.num_handed_off == 1
+    assert world.detokenizer.tokens[RequestId("r")] == [truth("r", index) for index in range(4)]
+
+
+def any_history(world: World, data: st.DataObject) -> None:
+    """Whatever happens, every request gets its tokens and its end."""
     detokenizer = world.detokenizer
     num_kills = 0
     for _ in range(data.draw(st.integers(0, 120))):
