@@ -43,7 +43,10 @@ HEALTH_S = 0.5  # how often readiness is looked at
 STOP_S = 2.0  # for calls that ended to be read
 OPEN_SERVICES = (f"/{health.SERVICE_NAME}/",)  # for probes, which have no key
 # What a key must be for, by method, as frontend/http/operation.py has it by path: inference, but for these.
-ADMIN_METHODS = frozenset(f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile"))
+# The events of KV have the tokens of everybody's prompts.
+ADMIN_METHODS = frozenset(
+    f"/{NAME}/{method}" for method in ("FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
+)
 INFORMATION = frozenset(f"/{NAME}/{method}" for method in ("HealthCheck", "GetModelInfo", "GetServerInfo", "GetLoads"))
 SUBMITS = frozenset(f"/{NAME}/{method}" for method in ("Generate", "Embed"))  # methods that count for a key's limits
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -296,13 +299,14 @@ class GrpcListener:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
+        self._servicer = Servicer(backend)
         self._health = health.aio.HealthServicer()
         self.serving: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         server = self._backend.config.server
-        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(Servicer(self._backend), self._server)
+        vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         address = f"[{server.address}]:{server.port}" if ":" in server.address else f"{server.address}:{server.port}"
@@ -330,6 +334,7 @@ class GrpcListener:
 
     async def hand_over(self, limit_s: float) -> None:
         """Leaves new connections to the other listeners of the port; waits for the open calls, `limit_s` at most."""
+        self._servicer.subscriptions.end()
         await self._server.stop(limit_s)
 
     async def stop(self) -> None:
@@ -337,5 +342,6 @@ class GrpcListener:
             self.serving.cancel()
         if self._watching is not None:
             self._watching.cancel()
+        self._servicer.subscriptions.end()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(STOP_S)

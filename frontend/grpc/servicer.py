@@ -21,6 +21,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as service
 
 from meshlm.frontend.grpc import messages
+from meshlm.frontend.grpc.kv_events import MAX_STREAMS, Subscriptions
 from meshlm.frontend.grpc.messages import GrpcResponse
 from meshlm.frontend.http.bodies import LARGE_BYTES
 from meshlm.frontend.http.errors import HttpError
@@ -80,6 +81,7 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
         self._backend = backend
         self._started = time.monotonic()
         self._reads_large = asyncio.Lock()
+        self.subscriptions = Subscriptions(backend.config.run.run_dir)
         self._open: dict[tuple[str, str], Response] = {}  # by the API key and the id
 
     # --- generation ---
@@ -258,8 +260,14 @@ class Servicer(service.VllmEngineServicer):  # type: ignore[misc]
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: "Context"
     ) -> AsyncIterator[common.KvEventBatch]:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the KV cache's events are not published")
-        yield common.KvEventBatch()
+        """Streams the events of the prefix caches, with what is still kept of those before, until the client or the server ends."""
+        if not self._backend.config.kv_events.enabled:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the server was started without --kv-events-config")
+        if self.subscriptions.num_open >= MAX_STREAMS:
+            raise HttpError(429, f"{MAX_STREAMS} streams of KV events are open here")
+        async with contextlib.aclosing(self.subscriptions.stream(request.start_sequence_number)) as batches:
+            async for batch in batches:
+                yield batch
 
 
 def _zipped(path: Path) -> bytes:

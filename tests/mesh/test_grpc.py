@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from serving import Serving, serving
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
-from waiting import until
+from waiting import free_ports, until
 
 pytestmark = pytest.mark.mesh
 
@@ -149,7 +150,7 @@ def test_the_server_describes_itself(stub: Any) -> None:
         list(stub.GetTokenizer(common_pb2.GetTokenizerRequest(), metadata=KEY))
     with pytest.raises(grpc.RpcError, match="--profiler-dir"):
         stub.StartProfile(common_pb2.StartProfileRequest(), metadata=KEY)
-    with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+    with pytest.raises(grpc.RpcError, match="started without --kv-events-config"):
         list(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest(), metadata=KEY))
 
 
@@ -182,3 +183,36 @@ def test_the_page_of_grpc(server: Serving) -> None:
     ran = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, cwd="/", timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.endswith("length\nTrue\n")
+
+
+def test_events_of_the_prefix_cache() -> None:
+    """A router hears of all ranks, through the death of a scheduler, until it or the server ends. Its key is an administrator's."""
+    events = f'{{"enable_kv_cache_events": true, "endpoint": "tcp://*:{free_ports(2, "127.0.0.1")}"}}'
+    flags = ("--device", "fake", "--max-model-len", "512", "-dp", "2", "--kv-events-config", events)
+    keys = ("--api-key", "secret", "--admin-api-key", "root", "--drain-timeout", "20")
+    with (
+        serving("--grpc", *flags, *keys, says="(gRPC)") as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        asked = common_pb2.SubscribeKvEventsRequest()
+        with pytest.raises(grpc.RpcError, match="PERMISSION_DENIED"):
+            list(stub.SubscribeKvEvents(asked, metadata=KEY))
+        call = stub.SubscribeKvEvents(asked, metadata=(("authorization", "Bearer root"),), timeout=LIMIT_S)
+        begun = [next(call) for _ in range(2)]
+        assert {(one.dp_rank, one.sequence_number) for one in begun} == {(0, 0), (1, 0)}
+        assert all(one.events[0].HasField("cleared") for one in begun)
+        for rank in (0, 1):
+            generate(stub, asking([*range(20)], 4, data_parallel_rank=rank))
+            batch = next(call)
+            (block,) = batch.events[0].stored.blocks
+            assert (batch.dp_rank, batch.sequence_number, list(block.token_ids)) == (rank, 1, [*range(16)])
+        (pid,) = [p["pid"] for p in server.status()["processes"] if (p["role"], p["index"]) == ("scheduler", 1)]
+        os.kill(pid, signal.SIGKILL)
+        again = next(call)
+        assert (again.dp_rank, again.sequence_number) == (1, 0)
+        assert again.events[0].HasField("cleared")
+        begin = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert list(call) == [], "it ends in good order"
+        assert time.monotonic() - begin < 15, "nobody waits for it"
