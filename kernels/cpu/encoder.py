@@ -1,6 +1,5 @@
 """Whole encoder layers in one call: encoder.h. What a prompt gets does not depend on the prompts beside it."""
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.cpu import packed
 from meshlm.kernels.cpu.kernel import spans
-from meshlm.kernels.cpu.library import call
+from meshlm.kernels.cpu.library import compute, step_type
 
 ACTIVATIONS = {"gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3}
 LANES = 8
@@ -44,18 +43,10 @@ class EncoderShape(NamedTuple):
     eps: float
 
 
-_FIELDS = ["layers", "positions", "tables", "spans", "x", "qkv", "query", "keys", "values", "attended", "sum", "wide"]
-_FIELDS += ["rounded"]
-_COUNTS = ["num_layers", "t", "hidden", "inner", "heads", "d", "stride", "num_spans", "act"]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _FIELDS),
-        *((name, ctypes.c_int64) for name in _COUNTS),
-        ("scale", ctypes.c_double),
-        ("eps", ctypes.c_double),
-    ]
+_Step = step_type(
+    "layers positions tables spans x qkv query keys values attended sum wide rounded",
+    "num_layers t hidden inner heads d stride num_spans act",
+)
 
 
 def takes(shape: EncoderShape) -> bool:
@@ -81,25 +72,7 @@ class EncoderLayers:
         widths |= {"qkv": 3 * width, "sum": shape.hidden, "wide": shape.inner}
         widths["rounded"] = packed.rounded_bytes(max(shape.hidden, width, shape.inner)) // 4
         buffers = {name: torch.empty(t, size) for name, size in widths.items()}
-        step = _Step(
-            layers=self._table.data_ptr(),
-            positions=positions.data_ptr(),
-            tables=tables.data_ptr(),
-            spans=together.data_ptr(),
-            x=x.data_ptr(),
-            **{name: buffer.data_ptr() for name, buffer in buffers.items()},
-            num_layers=len(self._weights),
-            t=t,
-            hidden=shape.hidden,
-            inner=shape.inner,
-            heads=shape.heads,
-            d=shape.d,
-            stride=longest,
-            num_spans=together.shape[0],
-            act=ACTIVATIONS[shape.act],
-            scale=shape.scale,
-            eps=shape.eps,
-        )
-        if call().meshlm_encoder(ctypes.byref(step)):
-            raise MemoryError("no memory for attention")
+        buffers |= {"layers": self._table, "positions": positions, "tables": tables, "spans": together, "x": x}
+        numbers = {"num_layers": len(self._weights), "t": t, "stride": longest, "num_spans": together.shape[0]}
+        compute("meshlm_encoder", _Step, buffers, {**shape._asdict(), **numbers, "act": ACTIVATIONS[shape.act]})
         return x

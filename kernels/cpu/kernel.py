@@ -19,8 +19,7 @@ def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tens
     """x [m, k] -> [m, outputs]. packed: see packed.py."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], outputs)
-    where = bias.data_ptr() if bias is not None else None
-    if call().meshlm_linear(x.data_ptr(), packed.data_ptr(), where, out.data_ptr(), x.shape[0], outputs, x.shape[1]):
+    if call().meshlm_linear(x, packed, bias, out, x.shape[0], outputs, x.shape[1]):
         raise MemoryError("no memory for rounded activations")
     return out
 
@@ -29,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [m, n] -> [m, n]; x / rms(x) * weight."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    call().meshlm_rms_norm(None, x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps)
+    call().meshlm_rms_norm(None, x, weight, out, *x.shape, eps)
     return out
 
 
@@ -37,9 +36,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """residual += x, in place; the norm of the sum."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    call().meshlm_rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], eps
-    )
+    call().meshlm_rms_norm(x, residual, weight, out, *x.shape, eps)
     return out
 
 
@@ -47,7 +44,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2n] -> silu(gate) * up [m, n]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    call().meshlm_silu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n)
+    call().meshlm_silu_mul(gate_up.contiguous(), out, m, n)
     return out
 
 
@@ -59,7 +56,7 @@ def act_mul(gate_up: Tensor, act: str) -> Tensor:
         raise ValueError(f"{act}: no activation of silu, gelu, gelu_pytorch_tanh")
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(m, n)
-    call().meshlm_gelu_mul(gate_up.contiguous().data_ptr(), out.data_ptr(), m, n, act == "gelu_pytorch_tanh")
+    call().meshlm_gelu_mul(gate_up.contiguous(), out, m, n, act == "gelu_pytorch_tanh")
     return out
 
 
@@ -77,24 +74,10 @@ def rope_cache(
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`."""
     kv_heads, d = keys.shape[-2:]
     query = torch.empty(qkv.shape[0], num_heads, d)
-    q_norm, k_norm = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (None, None)
-    call().meshlm_rope_cache(
-        qkv.contiguous().data_ptr(),
-        positions.data_ptr(),
-        slots.data_ptr(),
-        table.data_ptr(),
-        q_norm,
-        k_norm,
-        eps,
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        qkv.shape[0],
-        num_heads,
-        kv_heads,
-        d,
-        table.shape[1],
-    )
+    q_norm, k_norm = norms or (None, None)
+    sizes = (qkv.shape[0], num_heads, kv_heads, d, table.shape[1])
+    read = (qkv.contiguous(), positions, slots, table, q_norm, k_norm, eps)
+    call().meshlm_rope_cache(*read, query, keys, values, *sizes)
     return query
 
 
@@ -114,20 +97,8 @@ def norm_linear(
     m, k = x.shape
     normed, out = torch.empty(m, k), torch.empty(m, outputs)
     gated = torch.empty(m, outputs // 2) if gate else None
-    failed = call().meshlm_norm_linear(
-        None if residual is None else x.data_ptr(),
-        stream.data_ptr(),
-        weight.data_ptr(),
-        eps,
-        normed.data_ptr(),
-        packed.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        None if gated is None else gated.data_ptr(),
-        m,
-        outputs,
-        k,
-    )
+    added = None if residual is None else x
+    failed = call().meshlm_norm_linear(added, stream, weight, eps, normed, packed, bias, out, gated, m, outputs, k)
     if failed:
         raise MemoryError("no memory for rounded activations")
     return (out if gated is None else gated), stream
@@ -154,27 +125,9 @@ def attention(
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
     query, out = query.contiguous(), torch.empty(t, heads, d)
-    failed = call().meshlm_attention(
-        query.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        tables.data_ptr(),
-        positions.data_ptr(),
-        spans.data_ptr(),
-        out.data_ptr(),
-        spans.shape[0],
-        heads,
-        kv_heads,
-        d,
-        size,
-        tables.stride(0),
-        seen.scale,
-        seen.softcap,
-        seen.window,
-        seen.chunk,
-        None if seen.sinks is None else seen.sinks.data_ptr(),
-        None if seen.slopes is None else seen.slopes.data_ptr(),
-    )
+    memory, sizes = (query, keys, values, tables, positions, spans, out), (heads, kv_heads, d, size, tables.stride(0))
+    sees = (seen.scale, seen.softcap, seen.window, seen.chunk, seen.sinks, seen.slopes)
+    failed = call().meshlm_attention(*memory, spans.shape[0], *sizes, *sees)
     if failed:
         raise MemoryError("no memory for attention")
     return out

@@ -1,6 +1,5 @@
 """Whole decoder layers in one call: layers.h. The same results, to the last bit, as the operations of kernel.py one after the other."""
 
-import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.cpu import packed
-from meshlm.kernels.cpu.library import call
+from meshlm.kernels.cpu.library import compute, step_type
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 
@@ -61,31 +60,10 @@ class LayerPages(NamedTuple):
     group: int
 
 
-_FIELDS = ["layers", "table", "positions", "spans", "x", "stream", "normed", "qkv", "query", "attended"]
-_FIELDS += ["gate_up", "gated", "rounded"]
-_COUNTS = [
-    "num_layers",
-    "t",
-    "hidden",
-    "wide",
-    "heads",
-    "kv_heads",
-    "d",
-    "rotary",
-    "size",
-    "stride",
-    "num_spans",
-    "act",
-]
-
-
-class _Step(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in _FIELDS),
-        *((name, ctypes.c_int64) for name in _COUNTS),
-        ("scale", ctypes.c_double),
-        ("eps", ctypes.c_double),
-    ]
+_Step = step_type(
+    "layers table positions spans x stream normed qkv query attended gate_up gated rounded",
+    "num_layers t hidden wide heads kv_heads d rotary size stride num_spans act",
+)
 
 
 class Layers:
@@ -116,29 +94,9 @@ class Layers:
         ]
         pointers = [[keys.data_ptr(), values.data_ptr(), *groups[group]] for keys, values, group in caches]
         self._table[:, -5:-1] = torch.tensor(pointers, dtype=torch.long)
-        step = _Step(
-            layers=self._table.data_ptr(),
-            table=rope.data_ptr(),
-            positions=places.positions.data_ptr(),
-            spans=places.spans.data_ptr(),
-            x=x.data_ptr(),
-            stream=stream.data_ptr(),
-            **{name: buffer.data_ptr() for name, buffer in buffers.items()},
-            num_layers=len(self._weights),
-            t=t,
-            hidden=shape.hidden,
-            wide=shape.wide,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            d=shape.d,
-            rotary=rope.shape[1],
-            size=caches[0].keys.shape[1],
-            stride=places.tables[0].stride(0),
-            num_spans=places.spans.shape[0],
-            act=ACTIVATIONS[shape.act],
-            scale=shape.scale,
-            eps=shape.eps,
-        )
-        if call().meshlm_layers(ctypes.byref(step)):
-            raise MemoryError("no memory for attention")
+        buffers |= {"layers": self._table, "table": rope, "positions": places.positions, "spans": places.spans}
+        sizes = {"rotary": rope.shape[1], "size": caches[0].keys.shape[1], "stride": places.tables[0].stride(0)}
+        counts = {"num_layers": len(self._weights), "t": t, "num_spans": places.spans.shape[0], **sizes}
+        numbers = {**shape._asdict(), **counts, "act": ACTIVATIONS[shape.act]}
+        compute("meshlm_layers", _Step, {**buffers, "x": x, "stream": stream}, numbers)
         return x, stream

@@ -1,44 +1,29 @@
-"""The compiled library with its argument types declared: what kernel.py and packed.py call."""
+"""The compiled library with its argument types declared: what kernel.py, packed.py and whole layers call."""
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
+
+from torch import Tensor
 
 from meshlm.kernels.cpu.build import load
 
-_POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
-_SIGNATURES = {
-    "meshlm_panel_bytes": [_LONG] * 2,
-    "meshlm_form": [_LONG] * 2,
-    "meshlm_rounded_bytes": [_LONG],
-    "meshlm_can_round": [],
-    "meshlm_narrowest": [_POINTER, _LONG],
-    "meshlm_pack": [_POINTER] * 2 + [_LONG] * 2,
-    "meshlm_repack": [_POINTER, _LONG, _LONG] + [_POINTER] * 2 + [_LONG] * 3,
-    "meshlm_rows": [_POINTER] * 3 + [_LONG] * 2,
-    "meshlm_linear": [_POINTER] * 4 + [_LONG] * 3,
-    "meshlm_rms_norm": [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT],
-    "meshlm_silu_mul": [_POINTER] * 2 + [_LONG] * 2,
-    "meshlm_gelu_mul": [_POINTER] * 2 + [_LONG] * 3,
-    "meshlm_rope_cache": [_POINTER] * 6 + [_FLOAT] + [_POINTER] * 3 + [_LONG] * 5,
-    "meshlm_norm_linear": [_POINTER] * 3 + [_FLOAT] + [_POINTER] * 5 + [_LONG] * 3,
-    "meshlm_span_rows": [_LONG] * 2,
-    "meshlm_layers": [_POINTER],
-    "meshlm_encoder": [_POINTER],
-    "meshlm_attention": [_POINTER] * 7 + [_LONG] * 6 + [_FLOAT, _FLOAT, _LONG, _LONG, _POINTER, _POINTER],
-}
-_RESULTS = {
-    "meshlm_panel_bytes": _LONG,
-    "meshlm_form": _LONG,
-    "meshlm_rounded_bytes": _LONG,
-    "meshlm_narrowest": _LONG,
-    "meshlm_can_round": ctypes.c_int,
-    "meshlm_linear": ctypes.c_int,
-    "meshlm_norm_linear": ctypes.c_int,
-    "meshlm_span_rows": _LONG,
-    "meshlm_layers": ctypes.c_int,
-    "meshlm_encoder": ctypes.c_int,
-    "meshlm_attention": ctypes.c_int,
-}
+
+class Memory:
+    """The type of an argument that points at a tensor's numbers; None: nowhere."""
+
+    @staticmethod
+    def from_param(tensor: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+_TYPES = {"m": Memory, "l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "s": ctypes.c_void_p, "": None}
+_SIGNATURES = """
+    panel_bytes=ll:l form=ll:l rounded_bytes=l:l can_round=:i narrowest=ml:l pack=mmll: repack=mllmmlll: rows=mmmll:
+    linear=mmmmlll:i rms_norm=mmmmllf: silu_mul=mmll: gelu_mul=mmlll: rope_cache=mmmmmmfmmmlllll:
+    norm_linear=mmmfmmmmmlll:i span_rows=ll:l layers=s:i encoder=s:i attention=mmmmmmmllllllffllmm:i
+"""
+"""By function, without meshlm_ before its name: its arguments and its result (_TYPES); s: a structure of `step_type`."""
 
 
 @cache
@@ -46,10 +31,9 @@ def library() -> ctypes.CDLL | None:
     """The library, or None where it cannot be built or loaded."""
     found = load()
     if found is not None:
-        for name, types in _SIGNATURES.items():
-            function = getattr(found, name)
-            function.argtypes = types
-            function.restype = _RESULTS.get(name)
+        for name, _, types in (one.partition("=") for one in _SIGNATURES.split()):
+            function, (arguments, _, result) = getattr(found, f"meshlm_{name}"), types.partition(":")
+            function.argtypes, function.restype = [_TYPES[one] for one in arguments], _TYPES[result]
     return found
 
 
@@ -60,3 +44,19 @@ def call() -> ctypes.CDLL:
     if found is None:
         raise RuntimeError("the CPU kernels are not available here")
     return found
+
+
+def step_type(tensors: str, counts: str) -> type[ctypes.Structure]:
+    """The structure that computes whole layers: the memory of these tensors, then these counts, then scale and eps."""
+    fields = [(name, ctypes.c_void_p) for name in tensors.split()], [(name, ctypes.c_int64) for name in counts.split()]
+    numbers = [(name, ctypes.c_double) for name in ("scale", "eps")]
+    return type("Step", (ctypes.Structure,), {"_fields_": [*fields[0], *fields[1], *numbers]})
+
+
+def compute(
+    name: str, step: type[ctypes.Structure], tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+) -> None:
+    """Whole layers, by the function of this name. MemoryError."""
+    filled = step(**{name: tensor.data_ptr() for name, tensor in tensors.items()}, **numbers)
+    if getattr(call(), name)(ctypes.byref(filled)):
+        raise MemoryError("no memory for attention")

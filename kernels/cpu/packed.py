@@ -80,12 +80,12 @@ def pack(weight: Tensor) -> Tensor:
     float32 always: experts of several ranks have one form."""
     *experts, n, k = weight.shape
     weight = weight.contiguous()
-    form = _FLOATS if experts else int(call().meshlm_narrowest(weight.data_ptr(), n * k))
+    form = _FLOATS if experts else int(call().meshlm_narrowest(weight, n * k))
     forms = [form] * -(-n // WIDTH)
     packed = torch.empty(*experts, packed_bytes(forms, k), dtype=torch.uint8)
     for matrix, into in zip(weight.view(-1, n, k), packed.view(-1, packed.shape[-1]), strict=True):
         write_table(into, forms, k)
-        call().meshlm_pack(matrix.data_ptr(), into.data_ptr(), n, k)
+        call().meshlm_pack(matrix, into, n, k)
     return packed
 
 
@@ -98,12 +98,11 @@ def repack(rows: Rows, order: Tensor | None, packed: Tensor, first: int, k: int)
     if data.stride(1) != 1:
         raise ValueError("the bytes of a row must lie side by side")
     count = data.shape[0] if order is None else len(order)
-    where = None if order is None else order.data_ptr()
-    call().meshlm_repack(data.data_ptr(), data.stride(0), rows.ggml_type, where, packed.data_ptr(), first, count, k)
+    call().meshlm_repack(data, data.stride(0), rows.ggml_type, order, packed, first, count, k)
 
 
 def rows(packed: Tensor, ids: Tensor, k: int) -> Tensor:
     """Rows of a packed weight of k inputs: int64 [t] -> [t, k]."""
     ids, out = ids.contiguous(), torch.empty(len(ids), k)
-    call().meshlm_rows(packed.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), k)
+    call().meshlm_rows(packed, ids, out, len(ids), k)
     return out

@@ -94,7 +94,7 @@ def floats(values: Tensor) -> Tensor:
     """Packed as float32, though 16 bits might be enough."""
     n, k = values.shape
     weight = begun([0] * -(-n // packed.WIDTH), k)
-    call().meshlm_pack(values.contiguous().data_ptr(), weight.data_ptr(), n, k)
+    call().meshlm_pack(values.contiguous(), weight, n, k)
     return weight
 
 

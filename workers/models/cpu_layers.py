@@ -54,20 +54,10 @@ class CpuLayers:
 def _layer_weights(layer: DecoderLayer) -> LayerWeights:
     attention, mlp = layer.attention, layer.mlp
     assert isinstance(mlp, MLP)
-    return LayerWeights(
-        layer.input_norm.weight,
-        layer.post_norm.weight,
-        None if attention.q_norm is None else attention.q_norm.weight,
-        None if attention.k_norm is None else attention.k_norm.weight,
-        attention.qkv.weight,
-        attention.o.weight,
-        mlp.gate_up.weight,
-        mlp.down.weight,
-        attention.qkv.bias,
-        attention.o.bias,
-        mlp.gate_up.bias,
-        mlp.down.bias,
-    )
+    norms = [layer.input_norm, layer.post_norm, attention.q_norm, attention.k_norm]
+    products = [attention.qkv, attention.o, mlp.gate_up, mlp.down]
+    weights = [None if norm is None else norm.weight for norm in norms] + [product.weight for product in products]
+    return LayerWeights._make([*weights, *(product.bias for product in products)])
 
 
 def fuse_decoder(model: Decoder, backend: str) -> None:
