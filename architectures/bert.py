@@ -34,20 +34,12 @@ def bert_spec(
     if (kind := config.get("position_embedding_type") or "absolute") != "absolute":
         raise ValueError(f"position_embedding_type {shown(kind)} is not supported; supported: absolute")
     return sequence.encoder_spec(
-        config,
-        architecture,
-        max_position_embeddings=integer(config, "max_position_embeddings") - offset,
-        position_offset=offset,
-        type_vocab_size=integer(config, "type_vocab_size", 2),
+        config, architecture, max_position_embeddings=integer(config, "max_position_embeddings") - offset,
+        position_offset=offset, type_vocab_size=integer(config, "type_vocab_size", 2),
         rms_norm_eps=sequence.layer_norm_eps(config, "layer_norm_eps", 1e-12),
-        hidden_act=sequence.encoder_activation(config, "hidden_act"),
-        attention_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_bias=True,
-        head=head and head(config),
-        lexical=lexical,
-    )
+        hidden_act=sequence.encoder_activation(config, "hidden_act"), attention_bias=True, output_bias=True,
+        mlp_bias=True, norm_bias=True, head=head and head(config), lexical=lexical,
+    )  # fmt: skip
 
 
 def bert_weights(spec: ModelSpec, head: tuple[str, ...] = POOLER_AND_CLASSIFIER) -> Iterator[Weight]:
@@ -102,16 +94,10 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     if metadata.get("attention.causal", True) is not False:
         raise MetadataError(f"metadata {metadata.kind}.attention.causal must be false")
     return replace(
-        dense_gguf(metadata, architecture, "attention.layer_norm_epsilon"),
-        hidden_act="gelu",
-        attention_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        norm_bias=True,
-        max_position_embeddings=tables["position_embd"][0],
-        type_vocab_size=tables["token_types"][0],
-        encoder_only=True,
-    )
+        dense_gguf(metadata, architecture, "attention.layer_norm_epsilon"), hidden_act="gelu", attention_bias=True,
+        output_bias=True, mlp_bias=True, norm_bias=True, max_position_embeddings=tables["position_embd"][0],
+        type_vocab_size=tables["token_types"][0], encoder_only=True,
+    )  # fmt: skip
 
 
 def renamed(name: str) -> str:
@@ -129,17 +115,10 @@ def of_sequences(config: dict[str, Any]) -> HeadSpec:
 
 
 BERT = Family(
-    architecture="BertModel",
-    model_type="bert",
-    serves=Serves.VECTORS,
-    spec=bert_spec,
-    weights=bert_weights,
-    keys=sequence.KEYS,
-    gguf=GGUFFamily("bert", _gguf, frozenset(("attention.causal", "attention.layer_norm_epsilon"))),
-    model="meshlm.workers.models.bert:Bert",
-    rename=renamed,
-    unread=UNREAD,
-)
+    architecture="BertModel", model_type="bert", serves=Serves.VECTORS, spec=bert_spec, weights=bert_weights,
+    keys=sequence.KEYS, gguf=GGUFFamily("bert", _gguf, frozenset(("attention.causal", "attention.layer_norm_epsilon"))),
+    model="meshlm.workers.models.bert:Bert", rename=renamed, unread=UNREAD,
+)  # fmt: skip
 
 
 def _colbert_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -265,17 +244,12 @@ def _modernbert_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError(f"layer_types must name the kind of each of {layers} layers, got {shown(kinds)}")
     overall, local = _thetas(config)
     spec = sequence.encoder_spec(
-        config,
-        architecture,
-        rms_norm_eps=sequence.layer_norm_eps(config, "norm_eps", 1e-5),
+        config, architecture, rms_norm_eps=sequence.layer_norm_eps(config, "norm_eps", 1e-5),
         hidden_act=sequence.encoder_activation(config, "hidden_activation"),
-        attention_bias=boolean(config, "attention_bias"),
-        output_bias=boolean(config, "attention_bias"),
-        mlp_bias=boolean(config, "mlp_bias"),
-        norm_bias=boolean(config, "norm_bias"),
-        rope=RopeSpec(rope_theta=overall),
+        attention_bias=boolean(config, "attention_bias"), output_bias=boolean(config, "attention_bias"),
+        mlp_bias=boolean(config, "mlp_bias"), norm_bias=boolean(config, "norm_bias"), rope=RopeSpec(rope_theta=overall),
         sliding_rope=RopeSpec(rope_theta=local),
-    )
+    )  # fmt: skip
     return with_attention(
         spec,
         (kind == "sliding_attention" for kind in kinds),
@@ -320,16 +294,10 @@ def _renamed(name: str) -> str:
 
 
 MODERNBERT = Family(
-    architecture="ModernBertModel",
-    model_type="modernbert",
-    serves=Serves.VECTORS,
-    spec=_modernbert_spec,
-    weights=_weights,
-    keys=sequence.KEYS | _OWN,
-    model="meshlm.workers.models.bert:ModernBert",
-    rename=_renamed,
+    architecture="ModernBertModel", model_type="modernbert", serves=Serves.VECTORS, spec=_modernbert_spec,
+    weights=_weights, keys=sequence.KEYS | _OWN, model="meshlm.workers.models.bert:ModernBert", rename=_renamed,
     unread=r"head\..*|decoder\..*|classifier\..*",
-)
+)  # fmt: skip
 _MODERNBERT_FAMILIES = (
     MODERNBERT,
     MODERNBERT._replace(architecture="ModernBertForMaskedLM"),

@@ -55,15 +55,10 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 COHERE = Family(
-    architecture="CohereForCausalLM",
-    model_type="cohere",
-    spec=_spec,
-    weights=cohere_weights,
-    keys=KEYS,
+    architecture="CohereForCausalLM", model_type="cohere", spec=_spec, weights=cohere_weights, keys=KEYS,
     defaults={**DEFAULTS, "rope_theta": 500_000.0},
-    gguf=GGUFFamily("command-r", cohere_gguf, GGUF_KEYS, interleaved_heads=True),
-    model=MODEL,
-)
+    gguf=GGUFFamily("command-r", cohere_gguf, GGUF_KEYS, interleaved_heads=True), model=MODEL,
+)  # fmt: skip
 _EVERY = 4  # of so many layers the last sees all
 _ONLY: dict[str, Any] = {  # published files say these, which transformers takes for granted
     "position_embedding_type": "rope_gptj",
@@ -95,13 +90,9 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 COHERE2 = Family(
-    architecture="Cohere2ForCausalLM",
-    model_type="cohere2",
-    spec=_cohere2_spec,
-    weights=cohere_weights,
+    architecture="Cohere2ForCausalLM", model_type="cohere2", spec=_cohere2_spec, weights=cohere_weights,
     keys=KEYS | _ONLY.keys() | {"sliding_window_pattern", "_sliding_window_pattern", "layer_switch"},
     defaults={**DEFAULTS, "sliding_window": 4096},
-    gguf=GGUFFamily("cohere2", _gguf, GGUF_KEYS | {"attention.sliding_window"}, interleaved_heads=True),
-    model=MODEL,
-)
+    gguf=GGUFFamily("cohere2", _gguf, GGUF_KEYS | {"attention.sliding_window"}, interleaved_heads=True), model=MODEL,
+)  # fmt: skip
 FAMILIES = (COHERE, COHERE2)

@@ -202,15 +202,10 @@ GGUF_MLA_KEYS = words("""
     rope.scaling.yarn_log_multiplier
 """)
 DEEPSEEK_V2 = Family(
-    architecture="DeepseekV2ForCausalLM",
-    model_type="deepseek_v2",
-    spec=_deepseek_v2_spec,
-    weights=deepseek_weights,
-    keys=KEYS,
-    defaults=DEEPSEEK_V2_DEFAULTS,
-    gguf=GGUFFamily("deepseek2", _gguf, GGUF_EXPERT_KEYS | GGUF_MLA_KEYS, experts=True),
-    model=MODEL,
-)
+    architecture="DeepseekV2ForCausalLM", model_type="deepseek_v2", spec=_deepseek_v2_spec, weights=deepseek_weights,
+    keys=KEYS, defaults=DEEPSEEK_V2_DEFAULTS,
+    gguf=GGUFFamily("deepseek2", _gguf, GGUF_EXPERT_KEYS | GGUF_MLA_KEYS, experts=True), model=MODEL,
+)  # fmt: skip
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 DEEPSEEK_V3_DEFAULTS = (
     _MLA
@@ -224,29 +219,18 @@ def deepseek_v3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     """KeyError, ValueError."""
     only_these(config, {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}, architecture)
     moe = MoESpec(
-        num_experts=1,
-        num_experts_per_tok=1,
-        moe_intermediate_size=1,
-        scoring_func="sigmoid",
-        norm_topk_prob=boolean(config, "norm_topk_prob"),
-        group_score="top2",
-        correction_bias=True,
-    )
+        num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1, scoring_func="sigmoid",
+        norm_topk_prob=boolean(config, "norm_topk_prob"), group_score="top2", correction_bias=True,
+    )  # fmt: skip
     drafts = max(integer(config, key, 0) for key in DRAFTS)
     return replace(deepseek_spec(config, architecture, moe), num_nextn_predict_layers=drafts)
 
 
 DEEPSEEK_V3 = Family(
-    architecture="DeepseekV3ForCausalLM",
-    model_type="deepseek_v3",
-    other_model_types=frozenset(("kimi_k2",)),
-    spec=deepseek_v3_spec,
-    weights=deepseek_weights,
-    keys=KEYS | set(DRAFTS),
-    defaults=DEEPSEEK_V3_DEFAULTS,
-    model=MODEL,
-    nextn=NextN("meshlm.workers.models.drafters:DeepseekNextN"),
-)
+    architecture="DeepseekV3ForCausalLM", model_type="deepseek_v3", other_model_types=frozenset(("kimi_k2",)),
+    spec=deepseek_v3_spec, weights=deepseek_weights, keys=KEYS | set(DRAFTS), defaults=DEEPSEEK_V3_DEFAULTS,
+    model=MODEL, nextn=NextN("meshlm.workers.models.drafters:DeepseekNextN"),
+)  # fmt: skip
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
 _LETTERS = {"F": "full", "S": "shared"}

@@ -75,16 +75,9 @@ def nextn_family(target: Family) -> Family:
             yield from _around(stem, f"around.{layer}", names, spec.hidden_size, plus)
 
     return target._replace(
-        architecture=target.architecture + NEXTN,
-        weights=weights,
-        gguf=None,
-        serves=Serves.DRAFTS,
-        compiles=False,
-        model=names.model,
-        rename=_without_model if prefix else target.rename,
-        unread="",
-        nextn=None,
-    )
+        architecture=target.architecture + NEXTN, weights=weights, gguf=None, serves=Serves.DRAFTS, compiles=False,
+        model=names.model, rename=_without_model if prefix else target.rename, unread="", nextn=None,
+    )  # fmt: skip
 
 
 def _stem(prefix: str, layer: int) -> str:

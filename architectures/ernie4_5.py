@@ -83,14 +83,10 @@ def _renamed(name: str) -> str:
 
 
 ERNIE4_5 = Family(
-    architecture="Ernie4_5ForCausalLM",
-    model_type="ernie4_5",
-    spec=_spec,
-    weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)),
-    keys=words("use_bias"),
-    defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128},
-    gguf=GGUFFamily("ernie4_5", _gguf),
-)
+    architecture="Ernie4_5ForCausalLM", model_type="ernie4_5", spec=_spec,
+    weights=lambda spec: rotating_neighbours(spec, transformer_weights(spec)), keys=words("use_bias"),
+    defaults={**_DEFAULTS, "num_key_value_heads": 2, "head_dim": 128}, gguf=GGUFFamily("ernie4_5", _gguf),
+)  # fmt: skip
 ERNIE4_5_MOE = Family(
     architecture="Ernie4_5_MoeForCausalLM",
     model_type="ernie4_5_moe",

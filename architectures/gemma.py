@@ -52,16 +52,12 @@ def per_layer_tables(sizes: PerLayerInputSpec, layers: int, hidden: int) -> Iter
 
 
 GEMMA = Family(
-    architecture="GemmaForCausalLM",
-    model_type="gemma",
-    spec=_gemma_spec,
-    weights=partial(transformer_weights, norm_plus=1.0),
-    keys=frozenset(("hidden_activation",)),
+    architecture="GemmaForCausalLM", model_type="gemma", spec=_gemma_spec,
+    weights=partial(transformer_weights, norm_plus=1.0), keys=frozenset(("hidden_activation",)),
     defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-    gguf=GGUFFamily("gemma", partial(dense_gguf, hidden_act=_ACT)),
-    float16=False,
+    gguf=GGUFFamily("gemma", partial(dense_gguf, hidden_act=_ACT)), float16=False,
     model="meshlm.workers.models.gemma:Gemma1",
-)
+)  # fmt: skip
 SANDWICH_NORMS: Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_attention_layernorm", "post_attention_norm", "attention_out_norm"),

@@ -39,14 +39,10 @@ def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     key = "attention.shared_kv_layers"
     spec = with_shared_caches(with_sparsity(spec, _gguf_sparsity(metadata, layers)), int(get(key)), key, MetadataError)
     return replace(
-        spec,
-        hidden_act="gelu_pytorch_tanh",
-        query_pre_attn_scalar=1.0,
-        qk_norm=True,
+        spec, hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=1.0, qk_norm=True,
         sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", _LOCAL_THETA))),
-        final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
-        altup=_gguf_altup(metadata),
-    )
+        final_logit_softcapping=float(get("final_logit_softcapping", 0.0)), altup=_gguf_altup(metadata),
+    )  # fmt: skip
 
 
 def _gguf_altup(metadata: GGUFMetadata) -> AltUpSpec:

@@ -67,15 +67,11 @@ def _gguf_spec(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
         )
     rope = replace(spec.rope, rope_type="proportional", partial_rotary_factor=_turning(metadata.rope_factors))
     spec = replace(
-        spec,
-        hidden_act="gelu_pytorch_tanh",
-        query_pre_attn_scalar=1.0,
-        qk_norm=True,
-        rope=rope,
+        spec, hidden_act="gelu_pytorch_tanh", query_pre_attn_scalar=1.0, qk_norm=True, rope=rope,
         sliding_rope=RopeSpec(rope_theta=float(get("rope.freq_base_swa", 10_000.0))),
         final_logit_softcapping=float(get("final_logit_softcapping", 0.0)),
         per_layer_input=_gguf_per_layer_input(metadata),
-    )
+    )  # fmt: skip
     if int(get("expert_count", 0)):
         moe = records.gguf_moe(metadata._replace(fields=fields), norm_topk_prob=True)
         spec = spec.with_layers(lambda layer: replace(layer, experts=moe))

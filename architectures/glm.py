@@ -54,14 +54,9 @@ def glm_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 GLM = Family(
-    architecture="GlmForCausalLM",
-    model_type="glm",
-    spec=glm_spec,
-    weights=glm_weights,
-    packed=PACKED,
-    defaults=DEFAULTS,
-    gguf=GGUFFamily("chatglm", glm_gguf, packed=weights.GGUF_GATE_UP),
-)
+    architecture="GlmForCausalLM", model_type="glm", spec=glm_spec, weights=glm_weights, packed=PACKED,
+    defaults=DEFAULTS, gguf=GGUFFamily("chatglm", glm_gguf, packed=weights.GGUF_GATE_UP),
+)  # fmt: skip
 _NORMS: weights.Norms = (
     ("input_layernorm", "attn_norm", "input_norm"),
     ("post_self_attn_layernorm", "post_attention_norm", "attention_out_norm"),
@@ -69,25 +64,16 @@ _NORMS: weights.Norms = (
     ("post_mlp_layernorm", "post_ffw_norm", "mlp_out_norm"),
 )
 GLM4 = Family(
-    architecture="Glm4ForCausalLM",
-    model_type="glm4",
-    spec=glm_spec,
-    weights=partial(glm_weights, norms=_NORMS),
-    packed=PACKED,
-    defaults=DEFAULTS,
-    gguf=GGUFFamily("glm4", glm_gguf, packed=weights.GGUF_GATE_UP),
+    architecture="Glm4ForCausalLM", model_type="glm4", spec=glm_spec, weights=partial(glm_weights, norms=_NORMS),
+    packed=PACKED, defaults=DEFAULTS, gguf=GGUFFamily("glm4", glm_gguf, packed=weights.GGUF_GATE_UP),
     model="meshlm.workers.models.gemma:Sandwich",
-)
+)  # fmt: skip
 _GLM_FAMILIES = (GLM, GLM4)
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")  # older files, newer files
 SIGMOID = MoESpec(
-    num_experts=1,
-    num_experts_per_tok=1,
-    moe_intermediate_size=1,
-    scoring_func="sigmoid",
-    group_score="top2",
+    num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1, scoring_func="sigmoid", group_score="top2",
     correction_bias=True,
-)
+)  # fmt: skip
 KEYS = words("""
     n_routed_experts n_shared_experts num_experts_per_tok moe_intermediate_size first_k_dense_replace n_group topk_group
     norm_topk_prob routed_scaling_factor use_qk_norm

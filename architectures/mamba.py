@@ -27,16 +27,12 @@ CONTEXT = 1 << 20  # no length is too long for a state; files name none
 def _stateful_spec(config: dict[str, Any], architecture: str, state: StateSpec, heads: int) -> ModelSpec:
     """The spec of a model whose layers have states alone. heads: that ranks may split; nothing attends."""
     return ModelSpec(
-        architecture=architecture,
-        vocab_size=integer(config, "vocab_size"),
-        hidden_size=integer(config, "hidden_size"),
-        layers=Layers.alike(LayerSpec(state=state), integer(config, "num_hidden_layers")),
-        num_attention_heads=heads,
+        architecture=architecture, vocab_size=integer(config, "vocab_size"), hidden_size=integer(config, "hidden_size"),
+        layers=Layers.alike(LayerSpec(state=state), integer(config, "num_hidden_layers")), num_attention_heads=heads,
         max_position_embeddings=integer(config, "max_position_embeddings", CONTEXT),
         rms_norm_eps=number(config.get("layer_norm_epsilon", 1e-5), "layer_norm_epsilon"),
-        tie_word_embeddings=boolean(config, "tie_word_embeddings"),
-        dtype=dtype_of(config),
-    )
+        tie_word_embeddings=boolean(config, "tie_word_embeddings"), dtype=dtype_of(config),
+    )  # fmt: skip
 
 
 def _mamba2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -51,16 +47,12 @@ def stateful_gguf(metadata: GGUFMetadata, architecture: str, state: StateSpec, h
     if len(table) != 2 or layers > len(metadata.shapes):
         raise MetadataError("tensor token_embd.weight is missing, or no matrix, or there are fewer tensors than layers")
     return ModelSpec(
-        architecture=architecture,
-        vocab_size=table[0],
-        hidden_size=hidden,
-        layers=Layers.alike(LayerSpec(state=state), layers),
-        num_attention_heads=heads,
+        architecture=architecture, vocab_size=table[0], hidden_size=hidden,
+        layers=Layers.alike(LayerSpec(state=state), layers), num_attention_heads=heads,
         max_position_embeddings=int(get("context_length", CONTEXT)),
         rms_norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        tie_word_embeddings="output.weight" not in metadata.shapes,
-        dtype="float32",
-    )
+        tie_word_embeddings="output.weight" not in metadata.shapes, dtype="float32",
+    )  # fmt: skip
 
 
 def _mamba2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:

@@ -72,14 +72,10 @@ def _olmo2_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 OLMO2 = Family(
-    architecture="Olmo2ForCausalLM",
-    model_type="olmo2",
-    spec=dense.full_spec,
-    weights=_OLMO_WEIGHTS,
-    defaults=DEFAULTS,
+    architecture="Olmo2ForCausalLM", model_type="olmo2", spec=dense.full_spec, weights=_OLMO_WEIGHTS, defaults=DEFAULTS,
     gguf=GGUFFamily("olmo2", _olmo2_gguf, dense.GGUF_SLIDING | {"rope.freq_base_swa"}),
     model="meshlm.workers.models.post_norm:Olmo",
-)
+)  # fmt: skip
 _OLMO3_EVERY = 4  # of so many layers the last sees all
 _THETA = 500_000.0
 
@@ -93,13 +89,9 @@ def _olmo2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 OLMO3 = Family(
-    architecture="Olmo3ForCausalLM",
-    model_type="olmo3",
-    spec=_olmo2_spec,
-    weights=_OLMO_WEIGHTS,
-    defaults={**DEFAULTS, "sliding_window": 4096},
-    model="meshlm.workers.models.post_norm:Olmo",
-)
+    architecture="Olmo3ForCausalLM", model_type="olmo3", spec=_olmo2_spec, weights=_OLMO_WEIGHTS,
+    defaults={**DEFAULTS, "sliding_window": 4096}, model="meshlm.workers.models.post_norm:Olmo",
+)  # fmt: skip
 
 
 def _olmoe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -149,13 +141,9 @@ def _exaone4_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 EXAONE4 = Family(
-    architecture="Exaone4ForCausalLM",
-    model_type="exaone4",
-    spec=_exaone4_spec,
-    weights=partial(transformer_weights, norms=POST_NORMS),
-    keys=frozenset(("sliding_window_pattern",)),
+    architecture="Exaone4ForCausalLM", model_type="exaone4", spec=_exaone4_spec,
+    weights=partial(transformer_weights, norms=POST_NORMS), keys=frozenset(("sliding_window_pattern",)),
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096},
-    gguf=GGUFFamily("exaone4", _exaone4_gguf, dense.GGUF_SLIDING),
-    model="meshlm.workers.models.post_norm:PostNorm",
-)
+    gguf=GGUFFamily("exaone4", _exaone4_gguf, dense.GGUF_SLIDING), model="meshlm.workers.models.post_norm:PostNorm",
+)  # fmt: skip
 FAMILIES = (OLMO, *_OLMO2_FAMILIES, EXAONE4)

@@ -38,13 +38,9 @@ def read_bitsandbytes(config: dict[str, Any]) -> QuantizationSpec:
 def bitsandbytes_spec(kind: str, ignore: tuple[str, ...] = (), *, online: bool = True) -> QuantizationSpec:
     """kind: nf4 or fp4. online: of plain weights, while they are loaded."""
     scheme = group_scheme(
-        targets=("Linear",),
-        bits=4,
-        weight_group=BLOCK,
-        files="bitsandbytes",
-        values="fp4" if kind == "fp4" else "nf4",
+        targets=("Linear",), bits=4, weight_group=BLOCK, files="bitsandbytes", values="fp4" if kind == "fp4" else "nf4",
         online=online,
-    )
+    )  # fmt: skip
     return QuantizationSpec(method="bitsandbytes", schemes=(scheme,), ignore=("lm_head", *ignore))
 
 
@@ -98,14 +94,10 @@ def _gptq_scheme(
 ) -> QuantizationScheme:
     one_of(config, "desc_act", (True, False, None))
     return group_scheme(
-        targets=targets,
-        bits=one_of(config, "bits", (4, 8)),
-        weight_group=one_of(config, "group_size", GROUPS),
-        zeros=True,
-        symmetric=one_of(config, "sym", (True, False, None)),
-        files=files,
+        targets=targets, bits=one_of(config, "bits", (4, 8)), weight_group=one_of(config, "group_size", GROUPS),
+        zeros=True, symmetric=one_of(config, "sym", (True, False, None)), files=files,
         act_order=bool(config.get("desc_act")),
-    )
+    )  # fmt: skip
 
 
 def _same_names(config: dict[str, Any]) -> None:
@@ -142,13 +134,9 @@ def packed_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> Quantiza
     order = one_of(weights, "actorder", ("group", "weight", "static", False, None))
     size = one_of(weights, "group_size", GROUPS[:3]) if strategy == "group" else -1
     return group_scheme(
-        targets=targets,
-        bits=bits,
-        weight_group=size,
-        zeros=not symmetric,
-        files="compressed-tensors",
+        targets=targets, bits=bits, weight_group=size, zeros=not symmetric, files="compressed-tensors",
         act_order=order == "group",
-    )
+    )  # fmt: skip
 
 
 def mxfp4_scheme(weights: dict[str, Any], targets: tuple[str, ...]) -> QuantizationScheme:

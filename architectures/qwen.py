@@ -57,13 +57,9 @@ def windows(config: dict[str, Any]) -> tuple[int, tuple[bool, ...]]:
 
 
 QWEN2 = Family(
-    architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
-    spec=_qwen2_spec,
-    weights=transformer_weights,
-    defaults=QWEN2_DEFAULTS,
-    gguf=GGUFFamily("qwen2", dense_gguf),
-)
+    architecture="Qwen2ForCausalLM", model_type="qwen2", spec=_qwen2_spec, weights=transformer_weights,
+    defaults=QWEN2_DEFAULTS, gguf=GGUFFamily("qwen2", dense_gguf),
+)  # fmt: skip
 
 
 def _qwen3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
@@ -72,13 +68,9 @@ def _qwen3_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 
 QWEN3 = Family(
-    architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
-    spec=_qwen3_spec,
-    weights=transformer_weights,
-    defaults={**QWEN2_DEFAULTS, "head_dim": 128},
-    gguf=GGUFFamily("qwen3", partial(dense_gguf, qk_norm=True)),
-)
+    architecture="Qwen3ForCausalLM", model_type="qwen3", spec=_qwen3_spec, weights=transformer_weights,
+    defaults={**QWEN2_DEFAULTS, "head_dim": 128}, gguf=GGUFFamily("qwen3", partial(dense_gguf, qk_norm=True)),
+)  # fmt: skip
 KEYS = frozenset(
     ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
     + ("mlp_only_layers", "shared_expert_intermediate_size", "qkv_bias")
@@ -119,15 +111,11 @@ def _qwen2_moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 QWEN2_MOE = Family(
-    architecture="Qwen2MoeForCausalLM",
-    model_type="qwen2_moe",
-    spec=_qwen2_moe_spec,
-    weights=transformer_weights,
-    keys=KEYS,
-    defaults=QWEN2_MOE_DEFAULTS,
+    architecture="Qwen2MoeForCausalLM", model_type="qwen2_moe", spec=_qwen2_moe_spec, weights=transformer_weights,
+    keys=KEYS, defaults=QWEN2_MOE_DEFAULTS,
     gguf=GGUFFamily("qwen2moe", _qwen2_moe_gguf, GGUF_KEYS | {"expert_shared_feed_forward_length"}, experts=True),
     compiles=False,
-)
+)  # fmt: skip
 QWEN3_MOE_DEFAULTS = {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096} | {
     "moe_intermediate_size": 768,
     "num_experts_per_tok": 8,
@@ -153,16 +141,11 @@ def _qwen3_moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
 
 
 QWEN3_MOE = Family(
-    architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    spec=_qwen3_moe_spec,
-    weights=transformer_weights,
-    keys=KEYS - {"shared_expert_intermediate_size", "qkv_bias"} | {"num_local_experts"},
-    defaults=QWEN3_MOE_DEFAULTS,
-    gguf=GGUFFamily("qwen3moe", _qwen3_moe_gguf, GGUF_KEYS, experts=True),
-    compiles=False,
+    architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", spec=_qwen3_moe_spec, weights=transformer_weights,
+    keys=KEYS - {"shared_expert_intermediate_size", "qkv_bias"} | {"num_local_experts"}, defaults=QWEN3_MOE_DEFAULTS,
+    gguf=GGUFFamily("qwen3moe", _qwen3_moe_gguf, GGUF_KEYS, experts=True), compiles=False,
     experts=ExpertTensors("mlp.experts.{}", "mlp.experts.gate_up_proj", "mlp.experts.down_proj", interleaved=False),
-)
+)  # fmt: skip
 _NAMES = pairs("""
     rms_norm_eps=layer_norm_epsilon head_dim=kv_channels rope_theta=rotary_emb_base
     max_position_embeddings=seq_length

@@ -74,14 +74,9 @@ def gated_delta_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
             f"metadata {metadata.kind}: sizes of gated delta nets, or attention.recurrent_layers, do not fit"
         )
     state = StateSpec(
-        kind="gated_delta_net",
-        num_heads=heads,
-        head_dim=inner // heads,
-        state_size=numbers,
-        n_groups=groups,
-        conv_kernel=kernel,
-        conv_bias=False,
-    )
+        kind="gated_delta_net", num_heads=heads, head_dim=inner // heads, state_size=numbers, n_groups=groups,
+        conv_kernel=kernel, conv_bias=False,
+    )  # fmt: skip
     return with_states(replace(partly_rotated(spec, metadata), qk_norm=True), state, map(bool, recurrent[:layers]))
 
 
@@ -226,19 +221,11 @@ _MODEL = "meshlm.workers.models.qwen3_next:Qwen3_5"
 _PACKED = PACKED | {"linear_attn.in_proj_qkv": tuple(f"linear_attn.in_proj_{part}" for part in "qkv")}
 _GGUF_KEYS = GGUF_DELTA | {"rope.dimension_sections"}
 _DENSE = Family(
-    architecture="Qwen3_5ForCausalLM",
-    model_type="qwen3_5_text",
-    spec=_qwen3_5_spec,
-    weights=partial(gated_delta_weights, projections=_qwen3_5_projections),
-    keys=_KEYS,
-    defaults=_DEFAULTS,
-    packed=_PACKED,
-    rename=str,
-    unread=DRAFTS,
-    gguf=GGUFFamily("qwen35", _qwen3_5_gguf, _GGUF_KEYS, packed=GGUF_PACKED),
-    model=_MODEL,
-    nextn=NEXTN,
-)
+    architecture="Qwen3_5ForCausalLM", model_type="qwen3_5_text", spec=_qwen3_5_spec,
+    weights=partial(gated_delta_weights, projections=_qwen3_5_projections), keys=_KEYS, defaults=_DEFAULTS,
+    packed=_PACKED, rename=str, unread=DRAFTS, gguf=GGUFFamily("qwen35", _qwen3_5_gguf, _GGUF_KEYS, packed=GGUF_PACKED),
+    model=_MODEL, nextn=NEXTN,
+)  # fmt: skip
 _EXPERTS = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512} | {
     "shared_expert_intermediate_size": 512
 }

@@ -54,18 +54,11 @@ def mamba2_state(config: dict[str, Any], names: Mapping[str, str] | None = None,
         )
     check_activation(config)
     return StateSpec(
-        kind="mamba2",
-        num_heads=heads,
-        head_dim=each,
-        state_size=size("mamba_d_state"),
-        n_groups=groups,
-        conv_kernel=size("mamba_d_conv", 4),
-        conv_bias=config.get(key("mamba_conv_bias")) is not False,
-        proj_bias=boolean(config, key("mamba_proj_bias")),
-        chunk_size=size("mamba_chunk_size", 256),
-        time_step_limit=time_step_limit(config),
-        dtype=dtype_of_states(config),
-    )
+        kind="mamba2", num_heads=heads, head_dim=each, state_size=size("mamba_d_state"), n_groups=groups,
+        conv_kernel=size("mamba_d_conv", 4), conv_bias=config.get(key("mamba_conv_bias")) is not False,
+        proj_bias=boolean(config, key("mamba_proj_bias")), chunk_size=size("mamba_chunk_size", 256),
+        time_step_limit=time_step_limit(config), dtype=dtype_of_states(config),
+    )  # fmt: skip
 
 
 def mamba2_gguf(metadata: GGUFMetadata) -> StateSpec:
@@ -77,16 +70,10 @@ def mamba2_gguf(metadata: GGUFMetadata) -> StateSpec:
             f"metadata {metadata.kind}.ssm: {inner} numbers of {heads} heads in {groups} groups are not supported"
         )
     return StateSpec(
-        kind="mamba2",
-        num_heads=heads,
-        head_dim=inner // heads,
-        state_size=numbers,
-        n_groups=groups,
-        conv_kernel=kernel,
-        conv_bias=metadata.has("ssm_conv1d.bias"),
-        proj_bias=metadata.has("ssm_in.bias"),
+        kind="mamba2", num_heads=heads, head_dim=inner // heads, state_size=numbers, n_groups=groups,
+        conv_kernel=kernel, conv_bias=metadata.has("ssm_conv1d.bias"), proj_bias=metadata.has("ssm_in.bias"),
         gated_norm=metadata.has("ssm_norm.weight"),
-    )
+    )  # fmt: skip
 
 
 def dtype_of_states(config: dict[str, Any]) -> str:
@@ -168,17 +155,11 @@ def mamba_state(
         config = {**config, key("mamba_dt_rank"): -(-hidden // 16)}
     sizes = {name: positive(config, key(name)) for name in _SIZES}
     return StateSpec(
-        kind="mamba",
-        num_heads=sizes["mamba_expand"] * hidden,
-        head_dim=1,
-        state_size=sizes["mamba_d_state"],
-        conv_kernel=sizes["mamba_d_conv"],
-        conv_bias=config.get(key("mamba_conv_bias")) is not False,
-        proj_bias=boolean(config, key("mamba_proj_bias")),
-        time_step_rank=sizes["mamba_dt_rank"],
-        mixer_norm=mixer_norm,
+        kind="mamba", num_heads=sizes["mamba_expand"] * hidden, head_dim=1, state_size=sizes["mamba_d_state"],
+        conv_kernel=sizes["mamba_d_conv"], conv_bias=config.get(key("mamba_conv_bias")) is not False,
+        proj_bias=boolean(config, key("mamba_proj_bias")), time_step_rank=sizes["mamba_dt_rank"], mixer_norm=mixer_norm,
         mixer_norm_eps=number(config.get("mixer_rms_eps", 1e-6), "mixer_rms_eps"),
-    )
+    )  # fmt: skip
 
 
 def mamba_gguf(metadata: GGUFMetadata, mixer_norm: Literal["none", "plain", "weighted"]) -> StateSpec:
@@ -188,16 +169,10 @@ def mamba_gguf(metadata: GGUFMetadata, mixer_norm: Literal["none", "plain", "wei
     if min(sizes) < 1:
         raise MetadataError(f"metadata {metadata.kind}.ssm: sizes must be positive")
     return StateSpec(
-        kind="mamba",
-        num_heads=inner,
-        head_dim=1,
-        state_size=numbers,
-        conv_kernel=kernel,
-        conv_bias=metadata.has("ssm_conv1d.bias"),
-        proj_bias=metadata.has("ssm_in.bias"),
-        time_step_rank=rank,
+        kind="mamba", num_heads=inner, head_dim=1, state_size=numbers, conv_kernel=kernel,
+        conv_bias=metadata.has("ssm_conv1d.bias"), proj_bias=metadata.has("ssm_in.bias"), time_step_rank=rank,
         mixer_norm=mixer_norm,
-    )
+    )  # fmt: skip
 
 
 def mamba_weights(spec: ModelSpec) -> Iterator[Weight]:

@@ -46,18 +46,8 @@ def ready(
 ) -> WorkerReady:
     """The answer to a Reset, when all steps before it are launched."""
     return WorkerReady(
-        session=session,
-        num_blocks=facts.num_blocks,
-        block_size=facts.block_size,
-        max_num_seqs=facts.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        vocab_size=facts.vocab_size,
-        kept=kept,
-        kept_hashes=kept_hashes,
-        max_drafts=facts.max_drafts,
-        max_draft_lines=facts.max_draft_lines,
-        pool_kinds=facts.pool_kinds,
-        pooled_bytes=facts.pooled_bytes,
-        kv_specs=facts.kv_specs,
-        attention_wave=facts.attention_wave,
-    )
+        session=session, num_blocks=facts.num_blocks, block_size=facts.block_size, max_num_seqs=facts.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, vocab_size=facts.vocab_size, kept=kept, kept_hashes=kept_hashes,
+        max_drafts=facts.max_drafts, max_draft_lines=facts.max_draft_lines, pool_kinds=facts.pool_kinds,
+        pooled_bytes=facts.pooled_bytes, kv_specs=facts.kv_specs, attention_wave=facts.attention_wave,
+    )  # fmt: skip

@@ -164,20 +164,9 @@ def causal_conv(
         packed = kernel == 4 and weight.element_size() == 2 and weight.dtype == x.dtype
         packed = packed and weight.is_contiguous() and weight.storage_offset() % kernel == 0
         _pieces[(len(lines), triton.cdiv(channels, small), PIECE // TOKENS)](
-            x,
-            weight.view(torch.int64) if packed else weight,
-            given,
-            out,
-            state,
-            lines,
-            *shared,
-            **sizes,
-            BIAS=bias is not None,
-            SILU=silu,
-            TOKENS=TOKENS,
-            BLOCK=small,
-            PACKED=packed,
-        )
+            x, weight.view(torch.int64) if packed else weight, given, out, state, lines, *shared, **sizes,
+            BIAS=bias is not None, SILU=silu, TOKENS=TOKENS, BLOCK=small, PACKED=packed,
+        )  # fmt: skip
         _leave[(len(pieces.prompts), blocks)](
             x, state, lines, pieces.prompts, *shared, **sizes, BLOCK=BLOCK, num_warps=2
         )

@@ -180,13 +180,9 @@ def _ask_for(
     n = tl.minimum(column * BLOCK_N + tl.arange(0, BLOCK_N), OUTPUTS - 1)
     BYTES: tl.constexpr = EACH * (w.dtype.element_ty.primitive_bitwidth // 8)
     tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;",
-        "=r,l",
-        [w + (expert.to(tl.int64) * OUTPUTS + n) * INPUTS],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;", "=r,l",
+        [w + (expert.to(tl.int64) * OUTPUTS + n) * INPUTS], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -106,10 +106,6 @@ def ask_for(
     BYTES: tl.constexpr = READ // 2 * (cache.dtype.element_ty.primitive_bitwidth // 8)
     tl.static_assert(BYTES % 16 == 0)
     tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;",
-        "=r,l",
-        [place],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.b32 $0, 0;", "=r,l", [place], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip

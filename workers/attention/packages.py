@@ -76,18 +76,10 @@ class FlashAttention3:
         """See `Package`. It counts the keys of a window without the query's own."""
         window = (extras.window - 1, 0) if extras.window else (-1, -1)
         found: Tensor = self._function(
-            query,
-            keys,
-            values,
-            cache_seqlens=_on(query.device, prompts.lengths, torch.int32),
-            page_table=prompts.pages,
-            cu_seqlens_q=_on(query.device, (0, *_sums(prompts.counts)), torch.int32),
-            max_seqlen_q=max(prompts.counts),
-            softmax_scale=scale,
-            causal=True,
-            window_size=window,
-            softcap=extras.cap,
-        )
+            query, keys, values, cache_seqlens=_on(query.device, prompts.lengths, torch.int32),
+            page_table=prompts.pages, cu_seqlens_q=_on(query.device, (0, *_sums(prompts.counts)), torch.int32),
+            max_seqlen_q=max(prompts.counts), softmax_scale=scale, causal=True, window_size=window, softcap=extras.cap,
+        )  # fmt: skip
         return found
 
 
@@ -121,20 +113,12 @@ class FlashInfer:
         last = [length - (count - 1) * page for length, count in zip(prompts.lengths, pages, strict=True)]
         wrapper.plan(
             qo_indptr=torch.tensor([0, *_sums(prompts.counts)], dtype=torch.int32),
-            paged_kv_indptr=torch.tensor([0, *_sums(pages)], dtype=torch.int32),
-            paged_kv_indices=indices,
-            paged_kv_last_page_len=torch.tensor(last, dtype=torch.int32),
-            num_qo_heads=query.shape[1],
-            num_kv_heads=keys.shape[2],
-            head_dim_qk=keys.shape[3],
-            page_size=page,
-            causal=True,
-            sm_scale=scale,
-            window_left=extras.window - 1 if extras.window else -1,
-            logits_soft_cap=extras.cap or None,
-            q_data_type=query.dtype,
-            kv_data_type=keys.dtype,
-        )
+            paged_kv_indptr=torch.tensor([0, *_sums(pages)], dtype=torch.int32), paged_kv_indices=indices,
+            paged_kv_last_page_len=torch.tensor(last, dtype=torch.int32), num_qo_heads=query.shape[1],
+            num_kv_heads=keys.shape[2], head_dim_qk=keys.shape[3], page_size=page, causal=True, sm_scale=scale,
+            window_left=extras.window - 1 if extras.window else -1, logits_soft_cap=extras.cap or None,
+            q_data_type=query.dtype, kv_data_type=keys.dtype,
+        )  # fmt: skip
 
 
 MAKE: dict[str, Any] = {"flash_attn": FlashAttention3, "flashinfer": FlashInfer}

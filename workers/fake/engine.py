@@ -66,16 +66,9 @@ class FakeEngine:
         specs = tuple(group.spec for group in groups)
         num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
         self.facts = EngineFacts(
-            num_blocks,
-            block_size,
-            resolved.max_num_seqs,
-            self._vocab_size,
-            {"fake": "yes"},
-            drafts,
-            tuple(PoolKind),
-            VECTOR_BYTES,
-            specs,
-        )
+            num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, {"fake": "yes"}, drafts, tuple(PoolKind),
+            VECTOR_BYTES, specs,
+        )  # fmt: skip
         self._rows = FakeRows(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         grammars, vector_len = Grammars(MaskProcess(resolved)), VECTOR_BYTES // 4
         self.extras = self._rows.table.extras = extras_of(self._rows, grammars, self._vocab_size, vector_len)
@@ -149,16 +142,11 @@ class FakeEngine:
             self._free_at = begun + self._step_s
             time.sleep(max(0.0, self._free_at - time.monotonic()))
         result = StepResult(
-            session=plan.session,
-            step=plan.step,
-            token_ids=token_ids.tobytes(),
-            logprobs=self._logprobs(arrays, token_ids, counts),
-            received_ns=received_ns,
-            launched_ns=launched,
-            done_ns=time.monotonic_ns(),
-            counts=b"" if counts is None else counts.tobytes(),
+            session=plan.session, step=plan.step, token_ids=token_ids.tobytes(),
+            logprobs=self._logprobs(arrays, token_ids, counts), received_ns=received_ns, launched_ns=launched,
+            done_ns=time.monotonic_ns(), counts=b"" if counts is None else counts.tobytes(),
             drafted=b"" if step.drafts is None else step.drafts.counts.tobytes(),
-        )
+        )  # fmt: skip
         return Done(with_findings(result, extras))
 
     def _draft(self, plan: StepPlan) -> I32 | None:

@@ -168,17 +168,10 @@ class PackedFormat(ExpertCodes):
         one_zero = int(zero.flatten()[0]) if bool((zero == zero.flatten()[0]).all()) else None
         low, high = pack(codes, scheme.bits)
         return PackedWeight(
-            low,
-            high,
-            compact(scale.t()),
-            None if one_zero is not None else zero.t().contiguous(),
-            order=order,
-            bits=scheme.bits,
-            group=size,
-            zero=one_zero or 0,
-            inputs=codes.shape[1],
+            low, high, compact(scale.t()), None if one_zero is not None else zero.t().contiguous(), order=order,
+            bits=scheme.bits, group=size, zero=one_zero or 0, inputs=codes.shape[1],
             columns=matrix["weight"].shape[1] * 8 // scheme.bits,
-        )
+        )  # fmt: skip
 
     def _groups(self, of_inputs: Tensor) -> Tensor:
         """The group of each input, the same for all projections of the product. ProcessFatal."""

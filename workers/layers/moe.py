@@ -48,14 +48,9 @@ class Router(nn.Module):
 
 def rule_of(moe: MoESpec) -> Rule:
     return Rule(
-        moe.num_experts_per_tok,
-        moe.scoring_func == "sigmoid",
-        moe.norm_topk_prob,
-        moe.routed_scaling_factor,
-        moe.n_group,
-        moe.topk_group,
-        moe.group_score == "top2",
-    )
+        moe.num_experts_per_tok, moe.scoring_func == "sigmoid", moe.norm_topk_prob, moe.routed_scaling_factor,
+        moe.n_group, moe.topk_group, moe.group_score == "top2",
+    )  # fmt: skip
 
 
 class GroupedLinear(WeightedLayer):

@@ -103,13 +103,8 @@ def fuse_encoder(model: Decoder) -> None:
     layers = [layer for layer in model.layers if isinstance(layer, BertLayer)]
     products = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
     shape = EncoderShape(
-        spec.hidden_size,
-        spec.intermediate_size,
-        spec.num_attention_heads,
-        spec.head_dim,
-        spec.hidden_act,
-        spec.head_dim**-0.5,
-        spec.rms_norm_eps,
-    )
+        spec.hidden_size, spec.intermediate_size, spec.num_attention_heads, spec.head_dim, spec.hidden_act,
+        spec.head_dim**-0.5, spec.rms_norm_eps,
+    )  # fmt: skip
     if takes(shape) and all(product.is_fusible for product in products):
         model.executor = CpuEncoder(layers, shape)

@@ -71,16 +71,9 @@ class Attention(nn.Module):
             slopes = torch.tensor(spec.alibi_slopes, dtype=torch.float32, device=self.o.weight.device)
         heads, sinks = spec.num_attention_heads, None if self.sinks is None else self.sinks.data
         self._heads = AttentionShape(
-            heads,
-            self.kv_heads,
-            self.head_dim,
-            norms,
-            spec.rms_norm_eps,
-            spec.attn_logit_softcapping,
-            sinks,
-            self.chunk,
-            slopes,
-        )
+            heads, self.kv_heads, self.head_dim, norms, spec.rms_norm_eps, spec.attn_logit_softcapping, sinks,
+            self.chunk, slopes,
+        )  # fmt: skip
 
     def forward(
         self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None

@@ -44,14 +44,10 @@ class _Made(msgspec.Struct, frozen=True, kw_only=True):
 def _made(resolved: Resolved, shard: Shard) -> _Made:
     spec = resolved.spec
     return _Made(
-        architecture=spec.architecture,
-        dtype=resolved.dtype,
-        quantization="" if spec.quantization is None else spec.quantization.method,
-        tensor_parallel_size=shard.tp_size,
-        pipeline_parallel_size=shard.pp_size,
-        rank=shard.rank,
-        layout=LAYOUT,
-    )
+        architecture=spec.architecture, dtype=resolved.dtype,
+        quantization="" if spec.quantization is None else spec.quantization.method, tensor_parallel_size=shard.tp_size,
+        pipeline_parallel_size=shard.pp_size, rank=shard.rank, layout=LAYOUT,
+    )  # fmt: skip
 
 
 def save(model: Decoder, resolved: Resolved, folder: Path, max_bytes: int) -> None:

@@ -49,18 +49,9 @@ def slices_of(spec: ModelSpec, shard: Shard) -> dict[str, WeightSlice]:
             at = rows.get((parameter, expert), 0)
             rows[parameter, expert] = at + (end - begin if weight.dim == 0 or weight.beside else weight.shape[0])
             found[weight.name] = WeightSlice(
-                parameter,
-                weight.shape,
-                weight.dim,
-                begin,
-                end,
-                0 if weight.beside else at,
-                weight.plus,
-                weight.neighbours,
-                weight.times,
-                at if weight.beside else None,
-                expert,
-            )
+                parameter, weight.shape, weight.dim, begin, end, 0 if weight.beside else at, weight.plus,
+                weight.neighbours, weight.times, at if weight.beside else None, expert,
+            )  # fmt: skip
     return found
 
 

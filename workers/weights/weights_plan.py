@@ -127,12 +127,6 @@ def weights_plan(
     request = local.kv_bytes_per_token_f32 * cache_dtype.itemsize // 4 * resolved.max_model_len
     available = int(torch.cuda.mem_get_info()[1] * config.cache.gpu_memory_utilization) - others
     return WeightsPlan(
-        wanted,
-        "cuda",
-        False,
-        available,
-        request,
-        config.cache.kv_cache_memory,
-        shard.size,
+        wanted, "cuda", False, available, request, config.cache.kv_cache_memory, shard.size,
         copy=config.model.decoded_copy,
-    )
+    )  # fmt: skip
