@@ -33,6 +33,7 @@ MAX_KEPT_BYTES = 64 << 20  # of batches for replays
 BATCHES_A_TURN = 64  # of replays
 REPLAY_HWM = 1000  # batches on their way to a client
 SLOW_S, GIVEN_UP_S = 0.02, 10.0  # when a client that takes nothing is tried again, and left alone
+MAX_REQUEST_BYTES = 4096  # of a frame that somebody sends here
 MAX_REPLAYS = 64  # that wait; who asks beyond them asks again
 Socket = zmq.Socket[bytes]
 
@@ -86,6 +87,7 @@ class KVPublisher:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, most)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         if "[" in address or "::" in address:
             socket.setsockopt(zmq.IPV6, 1)
         own = address_of_rank(address, self._place.rank)
@@ -131,8 +133,10 @@ class KVPublisher:
     # --- replays ---
 
     def _read(self) -> None:
-        """Takes the requests that are there. The FD is edge-triggered: it is read until nothing is left."""
-        while self._router is not None and not self._router.closed:
+        """Takes the requests that are there. The FD is edge-triggered: stopping early needs another turn."""
+        if self._router is None or self._router.closed:
+            return
+        for _ in range(MAX_REPLAYS):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -143,6 +147,7 @@ class KVPublisher:
                 self._replays.append(Replay(frames[0], int.from_bytes(frames[2], "big"), self._next))
                 if len(self._replays) == 1:
                     self._loop.call_soon(self._answer)
+        self._loop.call_soon(self._read)
 
     def _answer(self) -> None:
         """The next batches of a replay, or its end; then it is another's turn."""

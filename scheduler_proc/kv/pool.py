@@ -177,3 +177,4 @@ class BlockPool:
             for block in blocks:
                 cached[block] = key
         assert cached == self._key, "a page has a key that finds others"
+        assert self.events is None or self.events.told.keys() <= self._cached.keys(), "others were told of what is gone"

@@ -122,6 +122,10 @@ def test_a_replay_has_what_is_kept_and_an_end(socket_of: Make) -> None:
         assert await replayed(socket, 300) == await replayed(socket, 1 << 60) == []
         await socket.send_multipart((b"", b"too long a number"))
         await socket.send_multipart((b"what is", b"this"))
+        endless = socket_of(zmq.DEALER)
+        endless.connect(replay)
+        for _ in range(200):
+            await endless.send_multipart((b"", b"x" * 100_000))  # whose connection ends
         plain = socket_of(zmq.REQ)  # as vLLM's example asks: it gets the first answer of many
         plain.connect(replay)
         await plain.send((299).to_bytes(8, "big"))

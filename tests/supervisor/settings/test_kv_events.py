@@ -8,8 +8,9 @@ from tiny_models import spec_of
 
 from meshlm.protocol.config import CacheConfig, KVEventsConfig, MeshConfig, ParallelConfig
 from meshlm.runtime import platforms
+from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.settings import flag_rules, kv_events, rules
+from meshlm.supervisor.settings import flag_rules, flags, kv_events, rules
 
 ON: dict[str, Any] = {"enable_kv_cache_events": True}
 
@@ -87,6 +88,12 @@ def test_ports_that_do_not_meet() -> None:
     assert settled(given, data_parallel_size=2).replay_endpoint == "tcp://*:5559"
     given = {**ON, "endpoint": "tcp://router:5557", "replay_endpoint": "tcp://*:5558"}
     assert settled(given, data_parallel_size=2).enabled, "the endpoint is another host's"
+
+
+def test_the_python_api_takes_it_as_vllms_does() -> None:
+    found = flags.build(settings_of({"kv_events_config": {**ON, "topic": "kv"}}), None)
+    assert kv_events.settled(found).kv_events.topic == "kv"
+    assert kv_events.settled(found).kv_events.enabled
 
 
 def test_what_has_no_events() -> None:
