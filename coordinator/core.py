@@ -12,6 +12,7 @@ from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
+from meshlm.coordinator.resting import Resting
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.protocol.config.kv_transfer import counts_of
 from meshlm.protocol.counts import Counted
@@ -19,7 +20,7 @@ from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import Admit, EngineRequest, Load, Refused
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, Sleep, Stop, WakeUp
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.wire.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
@@ -59,8 +60,9 @@ class Coordinator:
         self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
-        self._stop: tuple[Identity, Operation] | None = None  # until all ranks that step together rest
+        self.resting = None if lockstep is None else Resting(lockstep, self._ask)
         self._seen_changes = 0
+        self._decides_pause = False  # an operator has asked this incarnation: what ranks say of pauses is older
 
     @property
     def ranks(self) -> dict[Identity, Rank]:
@@ -86,9 +88,8 @@ class Coordinator:
             self._seen_changes = self.router.changes
             self.moving.look_again(now)
             effects += [*self._release(), *self.moving.rebalance(now)]
-        if self._stop is not None and self.lockstep is not None and self.lockstep.at_rest:
-            effects += self.operations.ask(*self._stop, self.ranks, self.num_ranks, now)
-            self._stop = None
+        if self.resting is not None:
+            effects += self.resting.go_on(now)
         if self.frontends.gate.due(now) and not self._full():
             effects += self.frontends.queue_open()
         return effects + self.moving.rescue(now)
@@ -115,14 +116,10 @@ class Coordinator:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
                 return self.lockstep.reported(event.sender, report) if here else []
-            case Operation(action=Stop()) as operation if self.lockstep is not None:
-                self._stop = (event.sender, operation)
-                return self.lockstep.pause("the mesh stops")
-            case Operation(id=operation_id, action=Pause() | Sleep() | WakeUp() as action) if self.lockstep is not None:
-                error = f"ranks that step together {'are not paused' if isinstance(action, Pause) else 'do not sleep'}"
-                return [Send(event.sender, OperationDone(operation_id, error))]
+            case Operation(action=action) as operation if self.resting is not None and self.resting.takes(action):
+                return self.resting.wait(event.sender, operation, now)
             case Operation() as operation:
-                return self._asking(self.operations.ask(event.sender, operation, self.ranks, self.num_ranks, now))
+                return self._ask(event.sender, operation, now)
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case control.ChangeSettings(values=values):
@@ -138,11 +135,14 @@ class Coordinator:
         if isinstance(text := values.get("dp_roles"), str):
             self.router.set_roles(counts_of(text)["prefill"])
 
+    def _ask(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
+        return self._asking(self.operations.ask(asker, operation, self.ranks, self.num_ranks, now))
+
     def _asking(self, sends: list[Send]) -> list[Send]:
         """Gives the messages, and notes of operations among them whether the mesh is to be paused."""
         for send in sends:
             if isinstance(send.message, Operation) and isinstance(send.message.action, Pause | Resume):
-                self.frontends.paused = isinstance(send.message.action, Pause)
+                self.frontends.paused, self._decides_pause = isinstance(send.message.action, Pause), True
         return sends
 
     # --- membership ---
@@ -310,10 +310,12 @@ class Coordinator:
             self.moving.end(request_id)
             if self.owner.get(request_id) == sender:
                 del self.owner[request_id]
-        if first and load.paused:  # an earlier incarnation of the coordinator was asked for it
+        if first and load.paused and not self._decides_pause:  # an earlier coordinator was asked for it
             self.frontends.paused = True
         if load.serving or load.sleeping.tags:  # else its workers have not said it yet
             self.sleeping[sender] = load.sleeping
+        if first and self.frontends.paused and not load.paused:
+            effects.append(_pause(rank))  # before the first request that it gets
         self.router.load(rank, load)
         rank.graphs = rank.graphs if load.graphs is None else load.graphs
         rank.counts = rank.counts if load.counts is None else load.counts
@@ -329,7 +331,7 @@ class Coordinator:
         if not self.frontends.paused:
             return []
         late = [rank for rank in self.ranks.values() if rank.load is not None and not rank.load.paused]
-        return [Send(one.identity, Operation(OperationId(f"pause-{one.incarnation}"), Pause())) for one in late]
+        return [_pause(one) for one in late]
 
     def _returned(self, rank: Rank, returned: Iterable[edge.Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
@@ -381,6 +383,11 @@ class Coordinator:
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
         for held in self.held.values():
             assert self._choose(held.admit) is None, "held although a rank serves"
+
+
+def _pause(rank: Rank) -> Send:
+    """The operation by which a rank that begins in a paused mesh is paused."""
+    return Send(rank.identity, Operation(OperationId(f"pause-{rank.incarnation}"), Pause()))
 
 
 def _readmit(returned: list[edge.Returned]) -> edge.Readmit:

@@ -45,15 +45,19 @@ class JointGroup:
         self.reports: dict[int, JointReport] = {}  # the newest of each rank, of its present incarnation
         self.order = JointOrder(Epoch(first_epoch), Phase.PREPARE, ())
         self._pause_reason = ""
+        self._heard: set[int] = set()  # ranks that have said how they are
 
     @property
     def at_rest(self) -> bool:
-        return self.state is State.PAUSED
+        """Whether no rank steps. Those of which this coordinator has heard nothing may do so in an epoch of the one before."""
+        heard_all = len(self._heard) == self.num_ranks
+        return self.state is State.PAUSED and heard_all and all(self._follows(rank) for rank in self.incarnations)
 
     # --- what happens ---
 
     def reported(self, scheduler: Identity, report: JointReport) -> list[Send]:
         """A rank whose workers are all there is a member; one that has lost a worker is none until they are."""
+        self._heard.add(scheduler.index)
         if not report.incarnation:
             return self.lost(scheduler)
         return self.join(scheduler.index, report.incarnation) + self.report(scheduler.index, report.incarnation, report)

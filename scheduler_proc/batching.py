@@ -127,6 +127,11 @@ class Batching:
         """The running requests; where the others may not begin, with those that were preempted."""
         return len(self.running) + (sum(one.has_begun for one in self.waiting) if self._rank.drains else 0)
 
+    @property
+    def may_work(self) -> bool:
+        """Whether there are requests that a step may compute, now or later, as the rank is told to plan."""
+        return not self._rank.rests and bool(self.num_running or (self.waiting and not self._rank.drains))
+
     # --- planning ---
 
     def plan(
@@ -137,7 +142,7 @@ class Batching:
         self.now_ns = now_ns
         if self.kv.pool.residency is not None:
             self.kv.pool.residency.now_ns = now_ns
-        if not self._plan_trial(builder, is_idle=is_idle):
+        if not (self._rank.rests or self._plan_trial(builder, is_idle=is_idle)):
             before = self.num_preemptions
             prompts = self._plan_decodes(builder, self.running)
             if self.drafts is not None and builder.decodes:

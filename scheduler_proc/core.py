@@ -127,7 +127,8 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        if not self._rank.plans or len(self.inflight) >= self.batching.budget.depth(self._depth):
+        steps_along = self.lockstep is not None and self.serving and self._rank.rests
+        if not (self._rank.plans or steps_along) or len(self.inflight) >= self.batching.budget.depth(self._depth):
             return []
         lockstep = self.lockstep
         if lockstep is not None and not lockstep.may_step():
@@ -153,7 +154,7 @@ class Scheduler:
         """A Load, if one is due. Called after the messages and the plan, which are not to wait for it: once for a burst of requests."""
         serving, effects = self.serving, []
         if self.lockstep is not None:
-            effects = self.lockstep.report(has_work=bool(self.requests))
+            effects = self.lockstep.report(has_work=self.batching.may_work)
             serving = self.lockstep.serves(serving, self.batching.now_ns)
         load = self.load.load(self.batching, serving, self.num_steps)
         return effects if load is None else [*effects, Send(COORDINATOR, load)]
@@ -198,7 +199,8 @@ class Scheduler:
             case ReportLoad(number=number):
                 self.load.asked(number)
             case Welcome(sleeping=sleeping):
-                sends = self.workers.welcome(sleeping, output.now_ns / 1e9)
+                if sends := self.workers.welcome(sleeping, output.now_ns / 1e9):
+                    self._begun(sends)
                 self.load.sleeping = self.workers.sleeping or AWAKE
                 return sends
             case WorkerReady() as ready:
@@ -240,10 +242,7 @@ class Scheduler:
     def _peer_up(self, event: PeerUp, output: Output, now: float) -> list[Send]:
         if event.identity.role is Role.WORKER:
             self._lose_workers()
-            sends = self.workers.up(event.identity, event.incarnation, now)
-            if self.lockstep is not None:
-                self.lockstep.begin(self.workers.session if sends else 0)
-            return sends
+            return self._begun(self.workers.up(event.identity, event.incarnation, now))
         if event.identity == COORDINATOR:
             self.load.begin()
             if self.lockstep is not None:
@@ -264,6 +263,13 @@ class Scheduler:
         elif event.identity.role is Role.DETOKENIZER:
             self.table.detokenizer_lost(event.identity, event.incarnation)
         return []
+
+    def _begun(self, sends: list[Send]) -> list[Send]:
+        """Takes what begins a session, which no order to step together has asked for: the rank is a new member of its group, unless its
+        workers are not all there or are to sleep."""
+        if self.lockstep is not None:
+            self.lockstep.begin(self.workers.session if sends and not self.workers.asleep else 0)
+        return sends
 
     def _lose_workers(self) -> None:
         """The computed KV is gone: all requests wait again with the tokens they have."""
@@ -292,13 +298,15 @@ class Scheduler:
             return [*told, *self.operations.answer(operation)]
         self._lose_workers()
         self.workers.sleeping = wanted
-        return [*told, *self.workers.begin(now)]
+        return [*told, *self._begun(self.workers.begin(now))]
 
     def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep) -> list[Send]:
         self.workers.sleeps(sender, asleep)
         if self._rank.session is not Session.ASLEEP:
             return []
         self.batching.kv.tell_cleared()
+        if self.lockstep is not None:
+            self.lockstep.lost()
         self.load.sleeping = asleep.sleeping
         self.load.tell_all()
         return [send for one in self.operations.pending_sleeps() for send in self.operations.answer(one)]

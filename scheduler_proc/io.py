@@ -45,7 +45,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         num_workers=parallel.workers_per_rank,
         first_worker=index * parallel.workers_per_rank,
         lockstep=config.lockstep,
-        sleep_mode=config.worker.enable_sleep_mode and not config.lockstep,
+        sleep_mode=config.worker.enable_sleep_mode,
         kv_metrics_sample=observability.kv_cache_metrics_sample if observability.kv_cache_metrics else 0.0,
         kv_events=config.kv_events.enabled,
         counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",

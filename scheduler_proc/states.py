@@ -11,7 +11,8 @@ Whenever a worker is lost, and when workers turn out to have been sent different
 its plans end, and all that its workers held: the running requests are preempted, and what is on its way is for nobody.
 
 Planning is RUNNING until an operator pauses the rank. A rank that is DRAINING computes what has begun to its end, and begins nothing.
-A rank that is PAUSED plans no step at all. Both go on with Resume, and one may follow the other. A rank that is STOPPED never plans
+A rank that is PAUSED plans no step at all, or empty ones where others
+need them (lockstep.py). Both go on with Resume, and one may follow the other. A rank that is STOPPED never plans
 again: its mesh ends. None of these states ends a session, and none is ended by one.
 
 A request is WAITING until the planner gives it a row and blocks; then it is RUNNING, whether its prompt or its output is computed. When
@@ -106,6 +107,11 @@ class RankState:
     def drains(self) -> bool:
         """Whether only requests that have begun may run."""
         return self.planning is Planning.DRAINING
+
+    @property
+    def rests(self) -> bool:
+        """Whether no request may run. A rank that steps with others takes part in their steps with nothing of its own."""
+        return self.planning is Planning.PAUSED
 
     @property
     def paused(self) -> bool:

@@ -197,6 +197,8 @@ class WorkerApp:
         exchange = self._exchanges.pop(reset.session, None)
         engine.reset()
         if reset.sleeping not in (None, self._sleeping):
+            if isinstance(engine, LockstepEngine):
+                engine.join(None)  # nothing of what connects it to other ranks is held in its sleep
             self._sleep(engine, reset.sleeping)
         if self._states.state is not WorkerState.IDLE:
             if self._states.state is WorkerState.ASLEEP:  # else the successor of this process says so

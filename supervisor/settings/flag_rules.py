@@ -189,8 +189,6 @@ def experts(c: MeshConfig, f: Facts) -> Rules:
     yield outer, EP, "the ranks of several meshes behind an outer balancer cannot share experts"
     if not c.lockstep:
         return
-    why = f"ranks that share experts ({EP}, --data-parallel-size 2 or more) do not sleep; leave it out"
-    yield c.worker.enable_sleep_mode, "--enable-sleep-mode", why
     backend, why = "--all2all-backend peer_memory", "it needs GPUs; use allgather_reducescatter or all_to_all"
     yield e.all2all_backend == "peer_memory" and f.device == "cpu", backend, why
     yield placement.has_others(c), EP, "data-parallel ranks that share experts must be on one node"
@@ -237,8 +235,6 @@ def steps(c: MeshConfig, f: Facts) -> Rules:
     yield fake and f.device != "fake", flag, "it needs --device fake"
     spread = fake and (placement.has_others(c) or c.parallel.pipeline_parallel_size > 1)
     yield spread, flag, "it needs one node, and no pipeline"
-    sleeps = fake and c.worker.enable_sleep_mode
-    yield sleeps, flag, "ranks that step together do not sleep; leave out --enable-sleep-mode"
 
 
 def caches(c: MeshConfig, f: Facts) -> Rules:

@@ -8,7 +8,7 @@ from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.operations import HOLD_S
 from meshlm.protocol.edges.admit import Welcome
 from meshlm.protocol.edges.control import SetRanks
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume
+from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume, limit_s
 from meshlm.protocol.sleeping import AWAKE, TAGS, Sleeping
 from meshlm.protocol.wire.ids import HEAD, Incarnation
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
@@ -48,6 +48,19 @@ def test_the_next_coordinator_learns_it() -> None:
         bench.says(rank, load(paused=paused))
     assert bench.core.frontends.paused
     assert [send.to for send in paused_at(bench)] == [S1]
+
+
+def test_the_next_coordinator_is_asked_to_resume_before_all_have_said_that_they_are_paused() -> None:
+    bench = Bench(F0, num_ranks=2)
+    bench.join(S0)
+    bench.says(S0, load(paused=True))
+    assert asks(bench, Resume()) == [], "the other rank is not there yet"
+    assert any(isinstance(send.message, Operation) for send in bench.join(S1))
+    bench.says(S1, load(paused=True))  # said before it heard of it
+    assert not bench.core.frontends.paused
+    bench.says(S0, load())
+    bench.says(S1, load())
+    assert paused_at(bench) == []
 
 
 def test_a_pause_waits_for_a_missing_rank() -> None:
@@ -121,8 +134,11 @@ def test_no_scheduler_is_told_where_none_sleeps() -> None:
     assert welcomes(Bench(F0, num_ranks=2).join(S0)) == []
 
 
-def test_ranks_that_step_together_are_not_paused() -> None:
+def test_a_pause_for_which_ranks_never_rest_is_refused() -> None:
+    """Ranks that step together, of which one hangs; what others wait for is not done by some."""
     core = Coordinator(10, 1, lockstep=JointGroup(1, 1))
-    (send,) = core.handle(Received(F0, LIFE, Operation(OperationId("p"), Pause())), 0.0)
-    assert isinstance(send.message, OperationDone)
-    assert "step together" in send.message.error
+    pause = Operation(OperationId("p"), Pause())
+    assert core.handle(Received(F0, LIFE, pause), 0.0) == [], "it has not heard of the rank"
+    (send,) = [send for send in core.handle(Tick(WALL_S), limit_s(pause.action)) if send.to == F0]
+    assert send.message == OperationDone(pause.id, "ranks that step together did not rest in 120 s")
+    assert not core.frontends.paused

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from serving import Serving, serving
 from timed_streams import Stream
@@ -91,6 +92,27 @@ def test_ranks_share_experts_and_none_is_missed_when_it_dies(flags: tuple[str, .
         assert texts(server) == expected
         for role, index in (("worker", 1), ("worker", 0), ("scheduler", 1)):
             kill_under_load(server, role, index, expected)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ranks_that_share_experts_sleep_while_requests_wait(
+    flags: tuple[str, ...], expected: list[list[int]], level: int
+) -> None:
+    sleeping = ("--enable-sleep-mode", "--server-dev-mode")
+    with (
+        serving(*flags, "-dp", "2", "--enable-expert-parallel", *sleeping) as server,
+        ThreadPoolExecutor(NUM_STREAMS) as pool,
+    ):
+        streams = [Stream(number, temperature=0, max_tokens=NUM_TOKENS) for number in range(NUM_STREAMS)]
+        ends = [pool.submit(stream.read, server.url) for stream in streams]
+        assert all(stream.begun.wait(30) for stream in streams)
+        for path in (f"/sleep?level={level}&mode=keep", "/wake_up"):
+            assert httpx.post(f"{server.url}{path}", timeout=300).status_code == 200, path
+            at_once = [len(stream.ids) for stream in streams]
+            assert min(at_once) < NUM_TOKENS, "they were over before"
+        for end in ends:
+            end.result(timeout=300)
+        assert [stream.ids for stream in streams] == expected
 
 
 def test_experts_that_move_are_not_lost_with_a_rank(flags: tuple[str, ...], expected: list[list[int]]) -> None:

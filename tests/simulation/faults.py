@@ -5,7 +5,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from meshlm.protocol.operations import RebalanceExperts, ResetPrefixCache
+from meshlm.protocol.operations import Pause, RebalanceExperts, ResetPrefixCache
 from meshlm.protocol.wire.ids import Identity, Role
 
 
@@ -27,6 +27,7 @@ class Kind(Enum):
     SCALE = "all ranks but the first are to be removed, and come back"
     RESET = "the prefix cache is reset, and what runs is computed anew"
     REBALANCE = "experts are to move between ranks that step together"
+    HOLD = "an operator pauses the mesh, and has it go on"
     LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
     EARLY_WORD = "a peer is heard before App.start has run"
 
@@ -44,7 +45,7 @@ KILLS = {
     Kind.KILL_WORKER: Role.WORKER,
     Kind.KILL_SENDING: Role.SCHEDULER,
 }
-OPERATIONS = {Kind.RESET: ResetPrefixCache(preempt=True), Kind.REBALANCE: RebalanceExperts()}
+OPERATIONS = {Kind.RESET: ResetPrefixCache(preempt=True), Kind.REBALANCE: RebalanceExperts(), Kind.HOLD: Pause()}
 ENDS = (Role.FRONTEND, Role.DETOKENIZER)  # of a link that is given up
 CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
 FAULTS = (

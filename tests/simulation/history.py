@@ -15,6 +15,7 @@ from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
+from meshlm.protocol.operations import Resume
 from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.wire.session import SessionState
 from meshlm.runtime.process.process import App
@@ -22,6 +23,7 @@ from meshlm.scheduler_proc.io import SchedulerApp
 
 LIMIT_S = 40.0  # simulated, after the last fault: longer than any timeout of the mesh but the coordinator's hold
 SERVES_AGAIN_S = 8.0  # likewise, until every group of workers steps; what ends by itself meanwhile is no excuse
+ASKED, ASKED_AGAIN_S = 4, 3.0  # how often an operator has a paused mesh go on, and the time between
 MAX_QUEUED = 1000  # frames for one peer
 
 
@@ -97,6 +99,9 @@ class History:
             supervisor = world.processes[HEAD]
             assert isinstance(supervisor.app, Supervisor)
             world.at(world.now, supervisor, supervisor.app.operate, OPERATIONS[fault.kind])
+            for again in range(ASKED if fault.kind is Kind.HOLD else 0):  # a coordinator that dies tells nobody
+                at = world.now + fault.seconds + again * ASKED_AGAIN_S
+                world.at(at, supervisor, supervisor.app.operate, Resume())
         elif fault.kind is Kind.PAUSE:
             world.pause(fault.who, fault.seconds)
         elif fault.peer is not None and fault.kind in (Kind.CUT, Kind.CUT_ONE_WAY):

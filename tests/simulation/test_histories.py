@@ -123,6 +123,18 @@ def test_operations_are_done_or_refused_whatever_dies() -> None:
     assert again, "a worker was asked twice, since its session ended before all had answered"
 
 
+def test_a_mesh_that_is_paused_goes_on_whatever_dies() -> None:
+    """Ranks that step together rest first; those that begin meanwhile are told."""
+    paused = rested = 0
+    for seed in range(FIRST, FIRST + 120):
+        story: list[str] = []
+        shape = (Shape.PLAIN, Shape.GROUP, Shape.LOCKSTEP, Shape.LOCKSTEP)[seed % 4]
+        assert violation(make(seed, (*(Kind.HOLD,) * 4, *KILLS_OF_RANKS), shape), story) == "", seed
+        paused += sum(" Operation(" in line and "Pause(" in line for line in story)
+        rested += sum(" JointOrder(" in line and "STOP" in line for line in story)
+    assert min(paused, rested) > 50, (paused, rested)
+
+
 def test_ranks_that_step_together_lose_members() -> None:
     """Whatever dies, the others leave the step, meet again and go on; a rank without work steps along."""
     aborted = prepared = steps = empty = 0

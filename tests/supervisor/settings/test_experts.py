@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, WorkerConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig
 from meshlm.protocol.layers import MoESpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime import platforms
@@ -169,12 +169,3 @@ def test_halves_that_no_step_will_have_are_said_before_the_start(
     given = config(msgspec.convert({"enable_expert_parallel": True, **settings}, ExpertConfig), data_parallel_size=dp)
     found = notes.of_halves(given, max_num_seqs=64, max_num_batched_tokens=8192)
     assert [note.startswith("--enable-dbo: no step is halved: ") for note in found] == [True] * told
-
-
-def test_ranks_that_step_together_do_not_sleep() -> None:
-    """Every call of /sleep would be refused."""
-    sleeps = msgspec.structs.replace(config(data_parallel_size=2), worker=WorkerConfig(enable_sleep_mode=True))
-    with pytest.raises(UsageError, match=r"^--enable-sleep-mode: ranks that share experts"):
-        check(sleeps, MIXED, "cuda")
-    alone = msgspec.structs.replace(sleeps, parallel=ParallelConfig(tensor_parallel_size=2))
-    check(alone, MIXED, "cuda")

@@ -14,7 +14,6 @@ from meshlm.supervisor.settings import flags, resolve
         ({"device": "cpu"}, "needs --device fake"),
         ({"pipeline_parallel_size": 2}, "no pipeline"),
         ({"data_parallel_size": 2, "nnodes": 2}, "needs one node"),
-        ({"enable_sleep_mode": True}, "do not sleep"),
     ],
 )
 def test_what_cannot_is_refused(smollm2: Path, more: dict[str, object], text: str) -> None:
