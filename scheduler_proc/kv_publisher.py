@@ -99,7 +99,7 @@ class KVPublisher:
                     socket.connect(one)
             except zmq.ZMQError as error:
                 socket.close(0)
-                raise ProcessFatal(f"--kv-events-config: {one}: {error.strerror}") from None
+                raise ProcessFatal(f"--kv-events-config: {one}: {zmq.strerror(error.errno or 0)}") from None
         return socket
 
     def publish(self, events: list[KVEvent]) -> None:

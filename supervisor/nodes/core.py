@@ -122,6 +122,7 @@ def facts(config: MeshConfig) -> dict[str, str]:
         if setting.section in SECTIONS and not ((setting.meta and setting.meta.extra) or {}).get("per_node"):
             value = getattr(resolved, setting.name, getattr(getattr(config, setting.section), setting.name))
             found[setting.flag] = str(value).replace(" ", "")
+    found["--kv-events-config"] = "enabled" if config.kv_events.enabled else "absent"  # its addresses may differ
     # kernels are compiled for the processor; the version says what they are compiled of
     if config.worker.deterministic:
         found |= {"the processor": _processor(), "torch": importlib.metadata.version("torch")}

@@ -3,13 +3,15 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
-from tiny_models import spec_of
+from tiny_models import resolved_of, spec_of
 
 from meshlm.protocol.config import CacheConfig, KVEventsConfig, MeshConfig, ParallelConfig
 from meshlm.runtime import platforms
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.errors import UsageError
+from meshlm.supervisor.nodes import core
 from meshlm.supervisor.settings import flag_rules, flags, kv_events, rules
 
 ON: dict[str, Any] = {"enable_kv_cache_events": True}
@@ -104,3 +106,14 @@ def test_what_has_no_events() -> None:
     with pytest.raises(UsageError, match="no block is found again with --no-enable-prefix-caching"):
         rules.check(kv_events.rules(without, facts, pools=False))
     rules.check(kv_events.rules(MeshConfig(cache=without.cache), facts, pools=False))
+
+
+def test_nodes_that_join_have_events_or_none_has() -> None:
+    resolved = msgspec.structs.replace(resolved_of(spec_of()), load_format="dummy")
+    with_events, elsewhere, without = (
+        core.facts(MeshConfig(kv_events=one, resolved=resolved))
+        for one in (KVEventsConfig(enabled=True), KVEventsConfig(enabled=True, endpoint="tcp://a:1"), KVEventsConfig())
+    )
+    assert core.differences(with_events, elsewhere) == ""
+    told = core.differences(with_events, without)
+    assert told == "--kv-events-config is enabled on the head and absent on the node"
