@@ -126,15 +126,9 @@ class Workspace:
     __slots__ = ("columns", "flags", "inboxes", "packet_rows", "packets", "rank", "rows", "size", "turns")
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        rows: int,
-        columns: int,
-        addresses: tuple[Tensor, Tensor, Tensor],
-        turns: Tensor,
+        self, rank: int, size: int, rows: int, columns: int, addresses: tuple[Tensor, Tensor, Tensor], turns: Tensor,
         packet_rows: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank, self.size, self.rows, self.columns = rank, size, rows, columns
         self.packets, self.inboxes, self.flags = addresses
         self.turns, self.packet_rows = turns, packet_rows
@@ -146,14 +140,9 @@ def words(columns: int, dtype: torch.dtype) -> int:
 
 
 def allreduce_rmsnorm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    workspace: Workspace,
-    patience: int = FOR_EVER,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, workspace: Workspace, patience: int = FOR_EVER,
     sent: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x, residual [m, columns], dense, m <= room.rows -> [m, columns]; residual changes in place. All ranks call it alike.
 
     sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last allreduce_rmsnorm.

@@ -240,22 +240,10 @@ class Rope:
 
 
 def decode(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor],
-    splits: int,
-    extras: Extras = PLAIN,
-    rope: Rope | None = None,
-    shared: SharedPrefixes | None = None,
-    *,
-    block_n: int = 32,
-    warps: int = 2,
-    stages: int = 2,
-) -> None:
+    query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, out: Tensor,
+    workspace: tuple[Tensor, Tensor, Tensor], splits: int, extras: Extras = PLAIN, rope: Rope | None = None,
+    shared: SharedPrefixes | None = None, *, block_n: int = 32, warps: int = 2, stages: int = 2,
+) -> None:  # fmt: skip
     """Attention of those of the first n requests of the columns that have one token: query, out [>= n, heads, d].
 
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the

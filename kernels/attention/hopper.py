@@ -291,18 +291,9 @@ def fits(query: Tensor, keys: Tensor) -> bool:
 
 
 def prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    skip: int = 0,
-    extras: Extras = PLAIN,
-    *,
-    qkv: Tensor,
-    fewest: int = 1,
-) -> None:
+    query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, out: Tensor, skip: int = 0,
+    extras: Extras = PLAIN, *, qkv: Tensor, fewest: int = 1,
+) -> None:  # fmt: skip
     tokens, heads, dim = query.shape
     blocks, page, kv_heads, _ = keys.shape
     rows, width = blocks * page, kv_heads * dim

@@ -122,15 +122,9 @@ class Extras:
     __slots__ = ("cap", "chunk", "k_scale", "sinks", "slopes", "v_scale", "window")
 
     def __init__(
-        self,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-        chunk: int = 0,
-        slopes: Tensor | None = None,
-    ) -> None:
+        self, window: int = 0, cap: float = 0.0, sinks: Tensor | None = None, k_scale: float = 1.0,
+        v_scale: float = 1.0, chunk: int = 0, slopes: Tensor | None = None,
+    ) -> None:  # fmt: skip
         assert not (window and chunk)
         self.window, self.cap, self.sinks, self.chunk, self.slopes = window, cap, sinks, chunk, slopes
         self.k_scale, self.v_scale = k_scale, v_scale

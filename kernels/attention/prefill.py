@@ -163,20 +163,10 @@ def dense(dim: int, device: torch.device) -> bool:
 
 
 def prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    skip: int = 0,
-    extras: Extras = PLAIN,
-    *,
-    qkv: Tensor | None = None,
-    fewest: int = 1,
-    num_pairs: int | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, out: Tensor, skip: int = 0,
+    extras: Extras = PLAIN, *, qkv: Tensor | None = None, fewest: int = 1, num_pairs: int | None = None,
     tiles: tuple[int, int, int, int] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """query, out [t, heads, d] of requests skip .. n - 1 of the columns; keys, values [blocks, page, kv_heads, d].
 
     The first `skip` requests have one token each and are left out (see `decode`), and so are all with fewer than `fewest` tokens.

@@ -70,20 +70,10 @@ def _shared_prefix(
 
 
 def shared_prefix(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    at: Columns,
-    shared: SharedPrefixes,
-    scale: float,
-    workspace: tuple[Tensor, Tensor, Tensor],
-    splits: int,
-    extras: Extras = PLAIN,
-    *,
-    block_n: int = 64,
-    warps: int = 4,
+    query: Tensor, keys: Tensor, values: Tensor, at: Columns, shared: SharedPrefixes, scale: float,
+    workspace: tuple[Tensor, Tensor, Tensor], splits: int, extras: Extras = PLAIN, *, block_n: int = 64, warps: int = 4,
     stages: int = 2,
-) -> None:
+) -> None:  # fmt: skip
     """The parts of all prefixes of `shared`, for the `decode` that follows with the same query, workspace and splits.
 
     query [t, heads, d], rotated; the prefixes' keys and values are in the cache. extras: of a layer that sees all keys.

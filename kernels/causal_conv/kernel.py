@@ -122,17 +122,9 @@ def _leave(
 
 
 def causal_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    at: Columns,
-    num_decodes: int,
-    pieces: Pieces | None,
-    page: int,
-    *,
-    silu: bool = True,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, at: Columns, num_decodes: int, pieces: Pieces | None,
+    page: int, *, silu: bool = True,
+) -> Tensor:  # fmt: skip
     """x [t, channels] (lines may be strided), weight [channels, K], state [2, pages, half, K - 1] -> [t, channels].
 
     The first `num_decodes` requests may be decodes, of which those with one token are; pieces: of all others. page: tokens of a block.

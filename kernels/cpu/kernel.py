@@ -61,16 +61,9 @@ def act_mul(gate_up: Tensor, act: str) -> Tensor:
 
 
 def rope_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    keys: Tensor, values: Tensor, num_heads: int,
+) -> Tensor:  # fmt: skip
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`."""
     kv_heads, d = keys.shape[-2:]
     query = torch.empty(qkv.shape[0], num_heads, d)
@@ -82,15 +75,9 @@ def rope_cache(
 
 
 def norm_linear(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    packed: Tensor,
-    bias: Tensor | None,
-    outputs: int,
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, packed: Tensor, bias: Tensor | None, outputs: int,
     gate: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """linear(rms_norm(x + residual)), with `gate` followed by silu_mul; and x + residual, which is `residual`, changed in place."""
     x = x.contiguous()
     stream = x if residual is None else residual

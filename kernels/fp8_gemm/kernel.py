@@ -137,15 +137,9 @@ def _table() -> dict[tuple[int, int, str], list[tuple[int, int, Shape]]]:
 
 
 def parts(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: Tensor,
-    w_scales: Tensor,
-    shape: Shape,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    zeros: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+    x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor, shape: Shape, dtype: torch.dtype,
+    bias: Tensor | None = None, zeros: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
     """[m, outputs] of this dtype, or float32 [splits, m, outputs].
 
     zeros: of integers, which go in one part: zero points of x [m, 1], and the sums of the weight's rows [outputs].
@@ -168,14 +162,9 @@ def parts(
 
 
 def fp8_gemm(
-    x: Tensor,
-    x_scales: Tensor | None,
-    w: Tensor,
-    w_scales: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    x: Tensor, x_scales: Tensor | None, w: Tensor, w_scales: Tensor, bias: Tensor | None, dtype: torch.dtype,
     group: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """x e4m3 [m, k] with float32 scales [m, 1 or groups], or of 16 bits without; w e4m3 [n, k] with [n, 1 or groups] -> [m, n].
 
     group: inputs that share a scale, where there are groups.
@@ -196,15 +185,9 @@ def fp8_gemm(
 
 
 def int8_gemm(
-    x: Tensor,
-    x_scales: Tensor,
-    x_zeros: Tensor | None,
-    w: Tensor,
-    w_scales: Tensor,
-    w_sums: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, x_scales: Tensor, x_zeros: Tensor | None, w: Tensor, w_scales: Tensor, w_sums: Tensor,
+    bias: Tensor | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """x int8 [m, k], float32 scales and zero points [m, 1]; w int8 [n, k], float32 scales [n, 1] and sums [n] -> [m, n]."""
     rows, (outputs, inputs) = x.shape[0], w.shape
     shape = shape_for(rows, outputs, inputs, 0, x.device)

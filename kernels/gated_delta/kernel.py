@@ -166,19 +166,9 @@ def _output(
 
 
 def chunk_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    pieces: Pieces,
-    page: int,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, state: Tensor, out: Tensor,
+    at: Columns, pieces: Pieces, page: int,
+) -> None:  # fmt: skip
     """The prompts of a step: see update.py for the tensors."""
     check_strides(q, k, v, a, b)
     tokens, heads, width = v.shape

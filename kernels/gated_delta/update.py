@@ -54,19 +54,9 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> None
 
 
 def rule_update(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    rate: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    num: int,
-    page: int,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor, state: Tensor, out: Tensor,
+    at: Columns, num: int, page: int,
+) -> None:  # fmt: skip
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     q, k [t, groups, K], v [t, heads, V] and a, b [t, heads] may be strided by token; rate, bias float32 [heads];

@@ -342,19 +342,10 @@ def shared_bytes() -> int:
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor | Fp8Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 0.0,
-    own: tuple[Tensor, float] | None = None,
-    gate: str = "",
-    shape: tuple[int, int, int, int] | None = None,
-    sends: Turn | None = None,
-    receives: Turn | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None, *, norm: Tensor | None = None,
+    residual: Tensor | None = None, eps: float = 0.0, own: tuple[Tensor, float] | None = None, gate: str = "",
+    shape: tuple[int, int, int, int] | None = None, sends: Turn | None = None, receives: Turn | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x [1, k]; weight [n, k] (gate: [2 n, k]) -> out [1, n] and the stream x + residual [1, k] (else x).
 
     gate: one of ACTS, or none. own: weight and eps of a norm of x alone, before it is added: with norm and residual, without receives.

@@ -98,14 +98,9 @@ def _weights(dtype: torch.dtype, device: torch.device, lines: int, inputs: int) 
 
 
 def _make(
-    dtype: torch.dtype,
-    device: torch.device,
-    outputs: int,
-    inputs: int,
-    gate: bool,
-    norm: bool,
+    dtype: torch.dtype, device: torch.device, outputs: int, inputs: int, gate: bool, norm: bool,
     tile: Tile | None = None,
-) -> Launch:
+) -> Launch:  # fmt: skip
     """Beside it cuBLAS with a norm and a gate of their own."""
     weights = _weights(dtype, device, outputs * (2 if gate else 1), inputs)
     x, residual = torch.randn(2, 1, inputs, device=device).to(dtype)

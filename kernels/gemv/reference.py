@@ -20,16 +20,9 @@ def _normed(y: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor | Fp8Weight,
-    bias: Tensor | None = None,
-    *,
-    norm: Tensor | None = None,
-    residual: Tensor | None = None,
-    eps: float = 0.0,
-    own: tuple[Tensor, float] | None = None,
-    gate: str = "",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | Fp8Weight, bias: Tensor | None = None, *, norm: Tensor | None = None,
+    residual: Tensor | None = None, eps: float = 0.0, own: tuple[Tensor, float] | None = None, gate: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if own is not None:
         x = _normed(x.float(), *own).to(x.dtype)
     stream = x if residual is None else (x.float() + residual.float()).to(x.dtype)

@@ -377,16 +377,9 @@ def sorted_gemm(
 
 
 def batched_gemm(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    shape: Shape,
-    num_tokens: Tensor,
-    scales: "Scales" = (None, None),
-    *,
-    gate: bool = False,
-    epilogue: Epilogue = PLAIN,
-) -> Tensor:
+    x: Tensor, w: Tensor, out: Tensor, shape: Shape, num_tokens: Tensor, scales: "Scales" = (None, None), *,
+    gate: bool = False, epilogue: Epilogue = PLAIN,
+) -> Tensor:  # fmt: skip
     """x [experts, most, k], num_tokens int32 [experts] -> out [experts, most, n]; what lies behind num_tokens is anything."""
     most = x.shape[0] * triton.cdiv(x.shape[1], shape.block_m)
     _launch(x, w, out, shape, most, num_tokens, None, 1, scales, gate=gate, batched=True, epilogue=epilogue)

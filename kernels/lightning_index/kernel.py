@@ -45,15 +45,9 @@ def _scores(
 
 
 def index_scores(
-    query: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    begin: int,
-    tables: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
+    query: Tensor, weights: Tensor, cache: Tensor, begin: int, tables: Tensor, rows: Tensor, lengths: Tensor,
     out: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """query [t, heads, dim], weights float32 [t, heads], contiguous; cache [blocks, page, line]: keys from number `begin` of a line on.
 
     tables int32 [rows, stride]; rows, lengths int32 [t]: each query's block table, and the tokens that it sees; out float32 [t, width]
@@ -145,16 +139,9 @@ def select(
 
 @triton.jit
 def _keep(
-    key,
-    key_stride,
-    slots,
-    cache,
-    DIM: tl.constexpr,
-    LINE: tl.constexpr,
-    BEGIN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    key, key_stride, slots, cache, DIM: tl.constexpr, LINE: tl.constexpr, BEGIN: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     pdl.follow(PDL)
     token, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     slot = tl.load(slots + token)

@@ -258,16 +258,9 @@ def _chain(
 
 
 def llama_samplers(
-    logits: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor],
-    places: Tensor | None,
-    state: Mapping[str, Tensor],
-    breakers: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    *,
-    block: int = BLOCK,
-) -> None:
+    logits: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None, state: Mapping[str, Tensor],
+    breakers: Tensor, tokens: Tensor, counts: Tensor, *, block: int = BLOCK,
+) -> None:  # fmt: skip
     """logits [l, vocab], changed in place; columns rows, starts, ends int32 (kernels/prepare_inputs).
 
     Line i of the logits belongs to request places[i], or i without places. state: columns by row, by name; breakers int32

@@ -51,14 +51,9 @@ def _write(
 
 
 def latent_cache(
-    query: Tensor,
-    latent: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norm: tuple[Tensor, float],
+    query: Tensor, latent: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norm: tuple[Tensor, float],
     cache: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """query [t, heads, nope + rotary], latent [t, rank + rotary] are changed in place; their lines may be strided.
 
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norm: weight [rank] and eps;

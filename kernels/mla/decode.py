@@ -115,16 +115,9 @@ def asks(cache: Tensor, read: int) -> bool:
 
 
 def decode(
-    absorbed: Tensor,
-    query: Tensor,
-    cache: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    workspace: tuple[Tensor, Tensor],
-    tile: DecodeTile,
-    rotary: int = 0,
-) -> None:
+    absorbed: Tensor, query: Tensor, cache: Tensor, at: Columns, scale: float, out: Tensor,
+    workspace: tuple[Tensor, Tensor], tile: DecodeTile, rotary: int = 0,
+) -> None:  # fmt: skip
     """Attention of those of the first n requests of the columns that have one token: absorbed, out [>= n, heads, rank], contiguous.
 
     query [>= n, heads, nope + rotary] gives the rotated part; its first dimension may be strided. cache [blocks, page, rank + rotary].
@@ -143,16 +136,9 @@ def decode(
 
 
 def split_decode(
-    absorbed: Tensor,
-    query: Tensor,
-    cache: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    workspace: tuple[Tensor, Tensor],
-    tile: DecodeTile,
-    rotary: int = 0,
-) -> None:
+    absorbed: Tensor, query: Tensor, cache: Tensor, at: Columns, scale: float, out: Tensor,
+    workspace: tuple[Tensor, Tensor], tile: DecodeTile, rotary: int = 0,
+) -> None:  # fmt: skip
     """The first launch of `decode`. What one program found of a context is in `out`, what several found of it in the workspace."""
     heads, rank = absorbed.shape[1:]
     rotary = rotary or cache.shape[2] - rank

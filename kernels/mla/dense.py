@@ -125,17 +125,9 @@ def supported(query: Tensor, latent: Tensor, weight: Tensor, wide: int) -> bool:
 
 
 def dense(
-    query: Tensor,
-    latent: Tensor,
-    up: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    skip: int = 0,
-    *,
-    prior: tuple[Tensor, Tensor] | None = None,
-    tile: PrefillTile | None = None,
-) -> None:
+    query: Tensor, latent: Tensor, up: Tensor, at: Columns, scale: float, out: Tensor, skip: int = 0, *,
+    prior: tuple[Tensor, Tensor] | None = None, tile: PrefillTile | None = None,
+) -> None:  # fmt: skip
     """query [t, heads, nope + rotary], latent [t, rank + rotary] as cache.py leaves them, up [t, heads (nope + wide)].
 
     out [t, heads, wide].

@@ -109,16 +109,9 @@ def _combine_values(
 
 
 def absorb_cache(
-    query: Tensor,
-    latent: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norm: tuple[Tensor, float],
-    up: Tensor,
-    cache: Tensor,
-    wide: int,
-) -> Tensor:
+    query: Tensor, latent: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norm: tuple[Tensor, float],
+    up: Tensor, cache: Tensor, wide: int,
+) -> Tensor:  # fmt: skip
     """As cache.py's latent_cache, but the latent stays as it is; and absorbed queries [t, heads, rank].
 
     up [heads (nope + wide), rank]: what latents are projected up by.
@@ -136,16 +129,9 @@ def absorb_cache(
 
 
 def decode_values(
-    absorbed: Tensor,
-    query: Tensor,
-    cache: Tensor,
-    at: Columns,
-    scale: float,
-    up: Tensor,
-    out: Tensor,
-    workspace: tuple[Tensor, Tensor],
-    tile: DecodeTile,
-) -> None:
+    absorbed: Tensor, query: Tensor, cache: Tensor, at: Columns, scale: float, up: Tensor, out: Tensor,
+    workspace: tuple[Tensor, Tensor], tile: DecodeTile,
+) -> None:  # fmt: skip
     """As decode.py's decode, and the values of what it finds: out [>= n, heads, wide], contiguous."""
     heads, rank = absorbed.shape[1:]
     wide, found = out.shape[2], absorbed  # a program that is alone has read its queries when it writes

@@ -74,18 +74,9 @@ def _prefill(
 
 
 def prefill(
-    absorbed: Tensor,
-    query: Tensor,
-    cache: Tensor,
-    at: Columns,
-    scale: float,
-    out: Tensor,
-    skip: int = 0,
-    fewest: int = 1,
-    *,
-    context: Tensor | None = None,
-    tile: PrefillTile | None = None,
-) -> None:
+    absorbed: Tensor, query: Tensor, cache: Tensor, at: Columns, scale: float, out: Tensor, skip: int = 0,
+    fewest: int = 1, *, context: Tensor | None = None, tile: PrefillTile | None = None,
+) -> None:  # fmt: skip
     """absorbed, out [t, heads, rank], contiguous; query [t, heads, nope + rotary] gives the rotated part; cache [blocks, page, width].
 
     The first `skip` requests have one token each and are left out (see decode.py), and so are all with fewer than `fewest` tokens.

@@ -8,14 +8,9 @@ from meshlm.kernels.norm.reference import rms_norm
 
 
 def latent_cache(
-    query: Tensor,
-    latent: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norm: tuple[Tensor, float],
+    query: Tensor, latent: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norm: tuple[Tensor, float],
     cache: Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Rotates query and latent, norms the latent, and writes it to the slots that are not negative, all in place."""
     rotary = table.shape[1]
     angles = table[positions]

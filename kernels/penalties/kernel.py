@@ -129,17 +129,9 @@ def workspace(lines: int, vocab: int, device: torch.device) -> Tensor:
 
 
 def penalise(
-    logits: Tensor,
-    columns: tuple[Tensor, Tensor, Tensor],
-    places: Tensor | None,
-    state: Penalties,
-    edits: Edits,
-    prompt_lens: Tensor,
-    tokens: Tensor,
-    counts: Tensor,
-    *,
-    block: int = BLOCK,
-) -> None:
+    logits: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None, state: Penalties, edits: Edits,
+    prompt_lens: Tensor, tokens: Tensor, counts: Tensor, *, block: int = BLOCK,
+) -> None:  # fmt: skip
     """logits [l, vocab], changed in place; columns rows, starts, ends int32 (kernels/prepare_inputs).
 
     Line i of the logits belongs to request places[i], or i without places. prompt_lens int32 by row, tokens int32 [rows, length]: all

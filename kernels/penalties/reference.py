@@ -7,14 +7,9 @@ from torch import Tensor
 
 
 def penalise(
-    logits: Tensor,
-    prompts: list[list[int]],
-    outputs: list[list[int]],
-    repetition: list[float],
-    presence: list[float],
-    frequency: list[float],
-    edits: list[list[tuple[int, float, int]]],
-) -> Tensor:
+    logits: Tensor, prompts: list[list[int]], outputs: list[list[int]], repetition: list[float], presence: list[float],
+    frequency: list[float], edits: list[list[tuple[int, float, int]]],
+) -> Tensor:  # fmt: skip
     """A copy of logits [l, vocab]; everything else by line. edits: (id, what is added, before which output index)."""
     out = logits.clone()
     for line, prompt, output, factor, once, each, changes in zip(

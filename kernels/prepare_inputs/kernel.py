@@ -46,15 +46,9 @@ def _prepare_inputs(
 
 
 def prepare_inputs(
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    n: int,
-    tokens: Tensor,
-    blocks: Tensor,
-    block_size: int,
+    rows: Tensor, starts: Tensor, ends: Tensor, n: int, tokens: Tensor, blocks: Tensor, block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     """Fill input_ids, positions [t] and slots [groups, t] (int64) for the first n requests of the columns.
 
     blocks int32 [groups, rows, any].

@@ -5,15 +5,9 @@ from torch import Tensor
 
 
 def prepare_inputs(
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    n: int,
-    tokens: Tensor,
-    blocks: Tensor,
-    block_size: int,
+    rows: Tensor, starts: Tensor, ends: Tensor, n: int, tokens: Tensor, blocks: Tensor, block_size: int,
     out: tuple[Tensor, Tensor, Tensor],
-) -> None:
+) -> None:  # fmt: skip
     input_ids, positions, slots = out
     input_ids.zero_()
     positions.zero_()

@@ -69,18 +69,9 @@ def _rope_cache(
 
 
 def rope_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    keys: Tensor, values: Tensor, num_heads: int, k_scale: float = 1.0, v_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`.
 
     The keys in qkv are normed and rotated in place too, and values of padding zeroed, for kernels/attention.

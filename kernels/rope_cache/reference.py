@@ -8,18 +8,9 @@ from meshlm.kernels.norm.reference import rms_norm
 
 
 def rope_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    table: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    keys: Tensor,
-    values: Tensor,
-    num_heads: int,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, slots: Tensor, table: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float,
+    keys: Tensor, values: Tensor, num_heads: int, k_scale: float = 1.0, v_scale: float = 1.0,
+) -> Tensor:  # fmt: skip
     kv_heads, dim = keys.shape[-2:]
     heads = qkv.view(qkv.shape[0], num_heads + 2 * kv_heads, dim)
     query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)

@@ -193,19 +193,9 @@ def _scan(
 
 
 def scan_update(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    gate: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    num: int,
-    page: int,
-) -> None:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, state: Tensor, out: Tensor,
+    at: Columns, num: int, page: int,
+) -> None:  # fmt: skip
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     x, gate and dt (before softplus) [t, channels] and b, c [t, N] may be strided by token; a float32 [channels, N]; d float32
@@ -221,19 +211,9 @@ def scan_update(
 
 
 def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    gate: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    pieces: Pieces,
-    page: int,
-) -> None:
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, gate: Tensor, state: Tensor, out: Tensor,
+    at: Columns, pieces: Pieces, page: int,
+) -> None:  # fmt: skip
     """The prompts of a step: see `scan_update` for the tensors."""
     channels, numbers = a.shape
     lines = pieces.pieces

@@ -153,18 +153,9 @@ def _scan(
 
 
 def chunk_scan(
-    x: Tensor,
-    steps: TimeSteps,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    pieces: Pieces,
-    page: int,
-) -> None:
+    x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, out: Tensor, at: Columns,
+    pieces: Pieces, page: int,
+) -> None:  # fmt: skip
     """The prompts of a step: see update.py for the tensors."""
     heads, width = x.shape[1:]
     numbers, lines = b.shape[2], pieces.pieces

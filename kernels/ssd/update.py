@@ -49,18 +49,9 @@ def high_of(steps: TimeSteps) -> float:
 
 
 def state_update(
-    x: Tensor,
-    steps: TimeSteps,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor,
-    state: Tensor,
-    out: Tensor,
-    at: Columns,
-    num: int,
-    page: int,
-) -> None:
+    x: Tensor, steps: TimeSteps, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: Tensor, out: Tensor, at: Columns,
+    num: int, page: int,
+) -> None:  # fmt: skip
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     x [t, heads, P] and b, c [t, groups, N] may be strided by token; a, d float32 [heads];

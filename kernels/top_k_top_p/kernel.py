@@ -232,17 +232,9 @@ def workspace(lines: int, vocab: int, dtype: torch.dtype, device: torch.device) 
 
 
 def top_k_top_p(
-    logits: Tensor,
-    rows: Tensor,
-    places: Tensor | None,
-    state: Limits,
-    scratch: tuple[Tensor, Tensor],
-    *,
-    block: int = 8192,
-    tile: int = 256,
-    warps: int = 16,
-    stages: int = 3,
-) -> None:
+    logits: Tensor, rows: Tensor, places: Tensor | None, state: Limits, scratch: tuple[Tensor, Tensor], *,
+    block: int = 8192, tile: int = 256, warps: int = 16, stages: int = 3,
+) -> None:  # fmt: skip
     """logits [l, vocab] of float32, float16 or bfloat16, changed in place; rows int32 [n] and places int32 [l].
 
     Line i belongs to request places[i], or i without places; its parameters are row rows[...] of `state`. Lines of rows

@@ -16,7 +16,7 @@ llm = LLM(device="fake", max_model_len="512", trust_remote_code=True, quantizati
           enable_sleep_mode=True, worker_extension_cls="string.Formatter")
 prompts = [[300, 301, 302], [400, 401]]
 one, two = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, n=2))
-from meshlm.workers.fake.tokens import expected_token
+from fake_oracle import expected_token
 def after(prompt, count):
     found = list(prompt)
     for _ in range(count):
@@ -169,7 +169,7 @@ print("done")
 KILLS = """
 import os, signal, threading, time
 from meshlm import LLM, SamplingParams
-from meshlm.workers.fake.tokens import expected_token
+from fake_oracle import expected_token
 llm = LLM(device="fake", max_model_len="512", fake_step_ms=10)
 def kill_all():
     for role in ("detokenizer", "scheduler", "worker", "coordinator"):
@@ -210,7 +210,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.edges.text import Submit, TokenPrompt
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
-from meshlm.workers.fake.tokens import expected_vector
+from fake_oracle import expected_vector
 llm = LLM(device="fake", max_model_len="512", max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory="60M", fake_step_ms=10)
 def ask(number, prompt, kind):
     submit = Submit((llm._client.new_handle(),), (RequestId(f"p{number}"),), TokenPrompt(pack_i32(prompt)), SamplingParams(),
@@ -284,7 +284,7 @@ print("done")
 
 FULL = """
 from meshlm import LLM, SamplingParams
-from meshlm.workers.fake.tokens import expected_token
+from fake_oracle import expected_token
 llm = LLM(device="fake", max_model_len="512", max_waiting=4, max_num_seqs=2)
 prompts = [[300 + number, 301] for number in range(100)]
 for prompt, answer in zip(prompts, llm.generate(prompts, SamplingParams(max_tokens=1, ignore_eos=True, n=2), use_tqdm=False)):

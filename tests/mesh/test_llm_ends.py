@@ -13,7 +13,7 @@ ASYNC = """
 import asyncio
 from meshlm import AsyncEngineArgs, AsyncLLM, RequestOutputKind, SamplingParams
 from meshlm.supervisor.errors import StartError
-from meshlm.workers.fake.tokens import expected_token
+from fake_oracle import expected_token
 engine = AsyncLLM.from_engine_args(AsyncEngineArgs(device="fake", max_model_len=512, fake_step_ms=10, enforce_eager=True))
 prompt, tokens = [300, 301, 302], [300, 301, 302]
 for _ in range(20):

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import pytest
 from bench import Bench, Model, limits
+from fake_oracle import expected_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -18,7 +19,6 @@ from meshlm.protocol.wire.ids import RequestId
 from meshlm.scheduler_proc.limits import MAX_CRASHES
 from meshlm.scheduler_proc.states import RequestState
 from meshlm.workers.fake.engine import FakeEngine
-from meshlm.workers.fake.tokens import expected_token
 
 VOCAB, CONTEXT, BLOCK, STEP = 1000, 128, 4, 32
 LIMITS = limits(max_model_len=CONTEXT, max_num_seqs=4, max_num_batched_tokens=STEP)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.workers.rows.changes import I32
 
@@ -26,31 +25,10 @@ def powers(base: int, count: int) -> U64:
     return np.multiply.accumulate(values)
 
 
-def expected_token(tokens: list[int], vocab_size: int) -> int:
-    """The token that the fake model gives after `tokens`; the tests' oracle."""
-    state = 0
-    for token in tokens:
-        state = (state * FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
-    return FIRST_TOKEN + (state >> 33) % (vocab_size - FIRST_TOKEN)
-
-
 def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
     """The tokens that the fake model reads in place of vectors. Placeholder ids are others: a lost vector shows as a wrong token."""
     size, data = embeds.row_bytes, memoryview(embeds.data)
     return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
-
-
-def expected_vector(tokens: list[int], kind: PoolKind) -> list[float]:
-    """The vector that the fake model's Pool gives for a prompt; the tests' oracle."""
-    state, states = 0, []
-    for token in tokens:
-        state = (state * FACTOR + token + 1) & 0xFFFF_FFFF_FFFF_FFFF
-        states.append(state)
-    all_of = vectors(np.array(states, np.uint64))
-    mean = all_of.sum(0) / len(tokens)
-    kinds = {PoolKind.LAST: all_of[-1], PoolKind.MEAN: mean, PoolKind.CLS: all_of[0], PoolKind.ALL: all_of}
-    found = all_of.max(0) if kind is PoolKind.SPLADE else kinds[kind]
-    return [float(value) for value in found.astype(np.float32).flatten()]
 
 
 def vectors(states: U64) -> NDArray[np.float64]:

@@ -4,9 +4,8 @@ import json
 from typing import Any
 
 import httpx
+from fake_oracle import expected_token
 from serving import Serving
-
-from meshlm.workers.fake.tokens import expected_token
 
 VOCAB = 49152
 

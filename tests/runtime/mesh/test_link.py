@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
+from fake_oracle import expected_token
 from serving import Serving, serving
 from waiting import until
 
@@ -23,7 +24,6 @@ from meshlm.protocol.wire.digest import schema_digest
 from meshlm.protocol.wire.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from meshlm.protocol.wire.ids import Handle, Identity, Incarnation, RequestId, Role
 from meshlm.protocol.wire.session import Hello
-from meshlm.workers.fake.tokens import expected_token
 
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]

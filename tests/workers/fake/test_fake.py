@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
+from fake_oracle import expected_token, expected_vector
 from llguidance import LLMatcher
 from tiny_models import resolved_of, spec_of
 
@@ -19,7 +20,6 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.workers.fake.engine import FakeEngine
-from meshlm.workers.fake.tokens import expected_token, expected_vector
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
 
