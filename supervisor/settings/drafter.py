@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from meshlm.architectures.drafters import PLAIN_NAMES, fitted, nextn_spec
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.config import MeshConfig, ModelConfig, Resolved
+from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import model_files
 from meshlm.runtime.model_files.model_files import ModelFiles
@@ -25,7 +26,9 @@ def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
     """With the facts of the model that drafts, if one does. UsageError for one that cannot draft for this model."""
     asked = config.speculative
     if asked.method == "mtp":
-        return replace(resolved, drafter=_of_its_own(resolved))
+        drafter = _of_its_own(resolved)
+        check(_of_ranks(config, drafter.spec))
+        return replace(resolved, drafter=drafter)
     if asked.method not in speculative.OF_MODEL:
         return resolved
     files = _read(config, resolved)
@@ -35,6 +38,7 @@ def with_drafter(config: MeshConfig, resolved: Resolved) -> Resolved:
             spec = fitted(spec, resolved.spec, asked.method)
     else:
         check(_rules(flag, files, resolved))
+    check(_of_ranks(config, spec))
     parallel.check(config.parallel, spec, resolved.device, 0)
     drafter = replace(
         resolved,
@@ -56,6 +60,12 @@ def _of_its_own(resolved: Resolved) -> Resolved:
         raise UsageError(f"{flag}: {why}")
     with raised_as(UsageError, ValueError, of=flag):
         return replace(resolved, spec=nextn_spec(resolved.spec, family))
+
+
+def _of_ranks(config: MeshConfig, spec: ModelSpec) -> Rules:
+    """What keeps it from drafting for ranks that share experts: each drafts when and as often as it likes."""
+    flag, why = f"{speculative.FLAG}: method {config.speculative.method}", "would have to be asked of other ranks"
+    yield config.lockstep and spec.moe is not None, flag, f"experts of {spec.architecture} {why}; use ngram or suffix"
 
 
 def _read(config: MeshConfig, resolved: Resolved) -> ModelFiles:

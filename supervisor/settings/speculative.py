@@ -102,7 +102,6 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield f.spec.state is not None and method in OF_MODEL, f"{FLAG}: method {method}", why
     stages, why = c.parallel.pipeline_parallel_size, "the first stage does not know the drafts of the last; leave out "
     yield stages > 1, f"--pipeline-parallel-size {stages}", why + FLAG
-    yield c.lockstep, FLAG, "ranks that share experts have no drafts yet; leave it out"
 
 
 def most(c: MeshConfig, device: str) -> int:

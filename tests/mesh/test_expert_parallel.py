@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from http_clients import metric
 from serving import Serving, serving
 from timed_streams import Stream
 from waiting import until
@@ -113,6 +114,21 @@ def test_ranks_that_share_experts_sleep_while_requests_wait(
         for end in ends:
             end.result(timeout=300)
         assert [stream.ids for stream in streams] == expected
+
+
+@pytest.mark.parametrize("method", [{"method": "ngram", "prompt_lookup_max": 1}, {"method": "suffix"}])
+def test_ranks_draft_each_by_itself(method: dict[str, Any], flags: tuple[str, ...], expected: list[list[int]]) -> None:
+    """Their steps have different numbers of drafts, and halves take turns."""
+    drafts = ("--speculative-config", json.dumps({**method, "num_speculative_tokens": 4}))
+    halves = ("--enable-dbo", "--dbo-decode-token-threshold", "2", "--dbo-prefill-token-threshold", "8")
+    with serving(*flags, "-dp", "2", "--enable-expert-parallel", *halves, *drafts) as server:
+        assert texts(server) == expected
+        kill_under_load(server, "worker", 1, expected)
+        with httpx.Client(base_url=server.url) as client:
+            given, accepted = (
+                metric(client, f"spec_decode_num_{name}_total") for name in ("draft_tokens", "accepted_tokens")
+            )
+        assert 0 < accepted < given
 
 
 def test_experts_that_move_are_not_lost_with_a_rank(flags: tuple[str, ...], expected: list[list[int]]) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
+from meshlm.protocol.config import MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.api.arguments import settings_of
@@ -216,13 +216,6 @@ def test_rates_of_a_length_have_that_mean_and_never_rise(count: int, share: floa
             MeshConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
             "cpu",
             "^--pipeline-parallel-size 2: the first stage does not know the drafts of the last; leave out --speculative-config$",
-        ),
-        (
-            MeshConfig(
-                parallel=ParallelConfig(data_parallel_size=2), experts=ExpertConfig(enable_expert_parallel=True)
-            ),
-            "cpu",
-            "^--speculative-config: ranks that share experts have no drafts yet; leave it out$",
         ),
     ],
 )

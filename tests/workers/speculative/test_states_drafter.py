@@ -242,6 +242,14 @@ def test_what_cannot_draft_is_refused_by_name(
     assert "\n" not in str(raised.value)
 
 
+def test_layers_with_experts_do_not_draft_for_ranks_that_share_experts(tmp_path: Path) -> None:
+    values = settings_of(tmp_path, GLM, {}, data_parallel_size=2, enable_expert_parallel=True)
+    said = "experts of Glm4MoeForCausalLMNextN would have to be asked of other ranks; use ngram or suffix"
+    with pytest.raises(UsageError, match=f"^--speculative-config: method mtp: {said}$"):
+        resolve.resolve(flags.build(values, None))
+    assert resolve.resolve(flags.build(values | {"enable_expert_parallel": False}, None)).lockstep is False
+
+
 def test_a_drafter_is_no_model_to_serve(tmp_path: Path) -> None:
     config = EAGLE3 | {"architectures": ["LlamaForCausalLMEagle3"]}
     values = settings_of(tmp_path, config, {}, speculative_config="")
