@@ -125,6 +125,9 @@ STORE: Mapping[str, Metric] = {
     ),
     "kv_store_bytes": Metric("gauge", "Bytes of stored pages, by tier.", "tier"),
     "kv_store_capacity_bytes": Metric("gauge", "Bytes that may be stored, by tier.", "tier"),
+    "kv_store_paused": Metric("gauge", "1 while a tier fails, and nothing is written there.", "tier"),
+    "kv_store_not_read": Metric("counter", "Keys that had a file, and were not read: computing them is as fast."),
+    "kv_store_bad_files": Metric("counter", "Files that were not what their names said, and were deleted.", "reason"),
     "kv_store_read_bytes": Metric("counter", "Bytes of pages that were read, by tier.", "tier"),
     "kv_store_written_bytes": Metric("counter", "Bytes of pages that were written, by tier.", "tier"),
 }

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = (
     *("architectures", "benchmarks", "coordinator", "detokenizer", "frontend", "kernels"),
-    *("protocol", "runtime", "scheduler_proc", "supervisor", "workers"),
+    *("protocol", "runtime", "scheduler_proc", "store", "supervisor", "workers"),
 )
 BROAD = {"Exception", "BaseException"}
 

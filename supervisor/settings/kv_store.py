@@ -6,14 +6,18 @@ name.
 
 import difflib
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from meshlm.protocol.config import KVTransferConfig, MeshConfig
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.object_store import folder_of, is_url
 from meshlm.runtime.process import host_memory
 from meshlm.supervisor.settings.rules import Rules, check
 
 CONNECTOR = "OffloadingConnector"
-SIZE_FLAG, CONNECTOR_FLAG = "--kv-offloading-size", "--kv-transfer-config"
+SIZE_FLAG, PATH_FLAG, CONNECTOR_FLAG = "--kv-offloading-size", "--kv-offloading-path", "--kv-transfer-config"
 LEAST = {"cpu_bytes_to_use": 1, "store_threshold": 0, "max_tracker_size": 1}  # of each option
 GIB = 1 << 30
 _REFUSED = {
@@ -64,3 +68,25 @@ def rules(c: MeshConfig) -> Rules:
     yield others, SIZE_FLAG, why
     free = host_memory.available() / GIB
     yield size > free, f"{SIZE_FLAG} {size:g}", f"this machine has {free:.1f} GiB left; give less"
+    if path := c.kv_transfer.kv_offloading_path:
+        why = _why_no_url(path) if is_url(path) else _why_no_folder(Path(path).expanduser().absolute())
+        yield why, f"{PATH_FLAG} {path}", why
+
+
+def _why_no_url(url: str) -> str:
+    """Why nothing can be kept there; "" where that is not known."""
+    try:
+        folder_of(url)
+    except ModelFilesError as error:
+        return str(error).removeprefix(f"{url}: ")
+    return ""
+
+
+def _why_no_folder(path: Path) -> str:
+    """The same of a folder. One that may only be read has files that may be of use: the store says that nothing is written."""
+    there = next(one for one in (path, *path.parents) if one.exists())
+    if not there.is_dir():
+        return f"{there} is a file; give a folder"
+    if there != path and not os.access(there, os.W_OK | os.X_OK):
+        return f"it cannot be made in {there}, where nothing may be written"
+    return ""

@@ -7,15 +7,18 @@ the key that it asked for; whoever writes one must be alone.
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
-from store_bench import NAMESPACE, S0, S1, S2, Bench, keys
+from store_bench import NAMESPACE, S0, S1, S2, Bench, key, keys
 
 from meshlm.protocol.edges import kv
 from meshlm.protocol.edges.kv import LEASE_S, NOT_HERE
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Identity
+from meshlm.store.disk.content import HEADER_BYTES
+from meshlm.store.disk.events import FileRead, FileWritten, ReadFile, WriteFile
 
 NUM_PAGES, NUM_KEYS = 6, 9
 SIZES = ((100,), (60, 40), (150,))
@@ -34,10 +37,13 @@ class Rank:
 
 
 class World:
-    def __init__(self) -> None:
-        self.bench = Bench(NUM_PAGES)
+    """Three ranks, a store, and its disk, of which nothing is known but what its threads say."""
+
+    def __init__(self, *, has_disk: bool) -> None:
+        self.bench = Bench(NUM_PAGES, disk_bytes=5 * (HEADER_BYTES + 100) if has_disk else -1)
         self.ranks = {identity: Rank() for identity in (S0, S1, S2)}
         self.content: dict[int, int] = {}  # slot -> key
+        self.files: dict[bytes, int] = {}  # what is in each key's file
         self.running: list[tuple[float, dict[int, int], bool]] = []  # copies of lost leases: deadline, slots, writes
 
     def users(self) -> tuple[set[int], list[int]]:
@@ -48,6 +54,11 @@ class World:
         writes = [slot for rank in self.ranks.values() for _, lease in rank.writes.values() for slot in lease]
         reads |= {slot for slots, is_write in late if not is_write for slot in slots}
         writes += [slot for slots, is_write in late if is_write for slot in slots]
+        for effect in self.bench.files:
+            if isinstance(effect, ReadFile):
+                writes += effect.slots
+            elif isinstance(effect, WriteFile):
+                reads |= set(effect.slots)
         return reads, writes
 
     def check(self) -> None:
@@ -71,12 +82,35 @@ class World:
                 case kv.PagesFound(number=number, pages=pages) if number in rank.asked and pages:
                     found = zip(ints(pages), rank.asked.pop(number), strict=True)
                     rank.reads[number] = {slot: key for slot, key in found if slot != NOT_HERE}
+                case kv.PagesFound(number=number, pages=pages) if pages:  # nobody waits for it any more
+                    self.bench.says(send.to, kv.EndLease(number), rank.life)
                 case kv.PagesWanted(number=number, pages=pages) if number in rank.asked:
                     found = zip(ints(pages), wanted := rank.asked.pop(number), strict=True)
                     slots = {slot: key for slot, key in found if slot != NOT_HERE}
                     if slots:
                         rank.writes[number] = wanted, slots
         self.check()
+
+    def disk_works(self, choice: int) -> None:
+        """A thread is done. Readers work side by side; what the writer does comes in its order. Anything may fail."""
+        files = self.bench.files
+        reads = [effect for effect in files if isinstance(effect, ReadFile)]
+        effect = reads[choice % len(reads)] if reads and choice % 2 else files[0]
+        files.remove(effect)
+        event = self.bench.done(effect)
+        match effect, event:
+            case ReadFile(), FileRead(failure=""):
+                failure = {3: "sum", 5: "Input/output error"}.get(choice % 25, "")
+                event = FileRead(effect.key, choice / 1e4, failure, is_bad=failure == "sum")
+                number = -1 if failure else self.files[effect.key]
+                self.content |= dict.fromkeys(effect.slots, number)
+            case WriteFile(), FileWritten() if choice % 50 == 0:
+                del self.bench.disk[effect.key]
+                event = FileWritten(effect.key, failure="No space left on device")
+            case WriteFile(), FileWritten():
+                self.files[effect.key] = number = self.content[effect.slots[0]]
+                assert effect.key == NAMESPACE + key(number), "another key's page is kept"
+        self.hears(S0, self.bench.event(event))
 
     def dies(self, identity: Identity) -> None:
         """Its workers copy on, for as long as their moves' deadlines let them."""
@@ -131,17 +165,20 @@ def act(world: World, action: tuple[int, int, list[int], int]) -> None:
             world.hears(identity, bench.tick(0.5))
         case 8 if rank.asked:  # an answer was not waited for
             rank.asked.popitem()
+        case 9 if bench.files:
+            world.disk_works(choice)
 
 
-WHATS = st.sampled_from((0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8))
+WHATS = st.sampled_from((0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7, 8, 9, 9, 9, 9))
 NUMBERS = st.lists(st.integers(0, NUM_KEYS - 1), min_size=1, max_size=5)
 ACTIONS = st.tuples(WHATS, st.integers(0, 2), NUMBERS, st.integers(0, 99))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(ACTIONS, min_size=60, max_size=80))
-def test_no_slot_has_two_users_and_none_is_lost(actions: list[tuple[int, int, list[int], int]]) -> None:
-    world = World()
+@pytest.mark.parametrize("has_disk", [False, True])
+@settings(max_examples=150, deadline=None)
+@given(actions=st.lists(ACTIONS, min_size=60, max_size=80))
+def test_no_slot_has_two_users_and_none_is_lost(actions: list[tuple[int, int, list[int], int]], has_disk: bool) -> None:
+    world = World(has_disk=has_disk)
     for identity in world.ranks:
         world.says(identity, kv.OpenPages(NAMESPACE, SIZES[0]))
     for action in actions:
@@ -150,5 +187,7 @@ def test_no_slot_has_two_users_and_none_is_lost(actions: list[tuple[int, int, li
         world.dies(identity)
         world.hears(identity, world.bench.lost(identity, rank.life))
     world.bench.tick(LEASE_S + 1)
+    while world.bench.files:
+        world.disk_works(1)
     assert not world.bench.core.memory.in_use, "a slot is leased to nobody"
     assert world.bench.core.clients == {}

@@ -11,6 +11,18 @@ from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 from meshlm.store.admission import Admission
 from meshlm.store.core import Event, Store
+from meshlm.store.disk.content import HEADER_BYTES
+from meshlm.store.disk.events import (
+    DeleteFile,
+    DiskEffect,
+    DiskEvent,
+    FileRead,
+    FileWritten,
+    Listed,
+    ListFiles,
+    ReadFile,
+    WriteFile,
+)
 
 S0, S1, S2 = (Identity(Role.SCHEDULER, index) for index in range(3))
 NAMESPACE = b"n" * kv.NAMESPACE_BYTES
@@ -28,16 +40,45 @@ def keys(numbers: Iterable[int]) -> bytes:
 class Bench:
     """A store of `num_pages` pages, a clock, and a check after every event."""
 
-    def __init__(self, num_pages: int = 10, page_bytes: int = PAGE_BYTES, threshold: int = 0) -> None:
-        self.core = Store(num_pages * page_bytes, "/proc/7/fd/9", Admission(threshold))
+    def __init__(self, num_pages: int = 10, threshold: int = 0, disk_bytes: int | None = -1) -> None:
+        self.core = Store(num_pages * PAGE_BYTES, "/proc/7/fd/9", Admission(threshold), disk_bytes)
+        self.files: list[DiskEffect] = []  # what the threads are asked to do, and have not done
+        self.disk: dict[bytes, int] = {}  # bytes by key
+        self.free_bytes: int | None = None
+        self.read_s = 0.001  # that a file takes
         self.now = 1000.0
         self.numbers: dict[Identity, int] = {}
         self.lives: dict[Identity, int] = {}
 
     def event(self, event: Event) -> list[Send]:
-        sends = self.core.handle(event, self.now)
+        effects = self.core.handle(event, self.now)
         self.core.check()
+        self.files += [effect for effect in effects if not isinstance(effect, Send)]
+        return [effect for effect in effects if isinstance(effect, Send)]
+
+    def works(self, most: int = 1000) -> list[Send]:
+        """The second tier's threads do what they are asked for, on a disk that never fails; what is sent meanwhile."""
+        sends = []
+        for _ in range(most):
+            if not self.files:
+                break
+            sends += self.event(self.done(self.files.pop(0)))
         return sends
+
+    def done(self, effect: DiskEffect) -> DiskEvent | Tick:
+        """What came of it. Of a deletion nobody hears."""
+        match effect:
+            case WriteFile():
+                self.disk[effect.key] = size = HEADER_BYTES + len(effect.slots) * effect.slot_bytes
+                return FileWritten(effect.key, size)
+            case ReadFile():
+                there = effect.key in self.disk
+                return FileRead(effect.key, self.read_s, "" if there else "gone", is_gone=not there)
+            case DeleteFile():
+                self.disk.pop(effect.key, None)
+                return Tick(1.75e9 + self.now)
+            case ListFiles():
+                return Listed(dict(self.disk), self.free_bytes)
 
     def says(self, sender: Identity, message: Struct, life: int | None = None) -> list[Send]:
         life = self.lives.get(sender, 1) if life is None else life

@@ -1,6 +1,8 @@
 """The flags of a store and of connectors: what they come to, or one line that names what cannot be honoured."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +162,23 @@ def test_the_python_api_has_vllms_names() -> None:
 def test_a_size_that_is_none_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["serve", "--kv-offloading-size", "0"]) != 0
     assert capsys.readouterr().err == "meshlm: error: --kv-offloading-size: expected `float` > 0.0\n"
+
+
+def test_a_path_that_can_hold_no_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(path: object) -> MeshConfig:
+        return MeshConfig(kv_transfer=KVTransferConfig(kv_offloading_size=0.5, kv_offloading_path=str(path)))
+
+    check(config(tmp_path))
+    check(config(tmp_path / "not" / "there"))
+    check(config("memory://bucket/kv"))
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "kv"):
+        with pytest.raises(UsageError) as found:
+            check(config(path))
+        assert str(found.value) == f"--kv-offloading-path {path}: {tmp_path / 'file'} is a file; give a folder"
+    with pytest.raises(UsageError, match="--kv-offloading-path none://x: Protocol not known: none"):
+        check(config("none://x"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    check(config(tmp_path))
+    with pytest.raises(UsageError, match=f"it cannot be made in {tmp_path}, where nothing may be written"):
+        check(config(tmp_path / "new"))

@@ -1,0 +1,1 @@
+"""The second tier: a file for each key, in a folder or an object store."""
