@@ -1,7 +1,6 @@
 """BLOOM (BigScience 2022): ALiBi, and embeddings that are normed.
 ALiBi (Press et al. 2022): attention with linear biases, in the place of positions.
 
-
 MPT (MosaicML 2023): ALiBi, norms and products without biases.
 Falcon (Almazrouei et al. 2023): attention and MLP beside one another, behind one norm (7B) or two (40B), or with ALiBi (RW).
 Scores have ALiBi's biases before they are divided by the root of a head's size.

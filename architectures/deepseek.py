@@ -2,7 +2,6 @@
 DeepSeek-V3 and R1 (DeepSeek-AI 2024): V2 with experts that are scored by sigmoids and chosen with a correction bias.
 The layer behind the last, which drafts further tokens (multi-token prediction), is a model of its own (drafters.py).
 
-
 DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
 for the way in which its index rotates, and layers that attend to what an earlier one's index has chosen.
 """

@@ -2,7 +2,6 @@
 Gemma 2 (Gemma Team 2024): four norms a layer, soft caps of scores and logits, every other layer slides.
 A checkpoint holds what its norms' weights have more than 1; a .gguf file holds the weights.
 
-
 Gemma 3, its text models (Gemma Team 2025): norms of query and key heads, five layers of six slide and rotate faster.
 """
 

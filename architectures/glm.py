@@ -1,10 +1,8 @@
 """GLM-4 of 2024, as transformers has it (GLM Team 2024): a Llama that turns half of each head, neighbour by neighbour.
 GLM-4-0414 and GLM-Z1 (GLM Team 2025): GLM with norms behind attention and MLP, too.
 
-
 GLM-4.5, 4.6 and 4.7 (GLM Team 2025): experts scored by sigmoids behind some dense layers, and half of each head is turned.
 The layer behind the last, which drafts further tokens, is a model of its own (drafters.py).
-
 
 dots.llm1 (rednote-hilab 2025): experts scored by sigmoids, query and key heads normed; layers may slide.
 MiniMax-M2 (MiniMax 2025): experts that are scored by sigmoids and chosen with a correction bias; norms over all heads together.

@@ -2,7 +2,6 @@
 Falcon-H1 (TII 2025): attention and Mamba-2 beside one another in each layer, over one norm and into one sum; numbers multiply both.
 They are multiplied into the weights while these load, so one product makes the inputs of both, and one takes their outputs.
 
-
 Jamba (AI21 2024): Mamba layers, every eighth with attention without positions, and experts in every other.
 """
 

@@ -32,8 +32,7 @@ class Coordinator:
     """The members, the ranks and their requests. `num_ranks` are configured, whether or not they are there yet.
 
     Clients know the ranks by their number plus `first_rank`: this mesh may be one of several behind a load balancer.
-    `places`: requests that run at a time in a rank.
-    """
+    `places`: requests that run at a time in a rank."""
 
     def __init__(
         self,

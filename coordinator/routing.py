@@ -116,8 +116,7 @@ class Router:
         """The rank for a request: the wanted one, or the policy's; none of those incarnations that are `lost`, or that came before
         them. None when none may have it.
 
-        `again`: it is taken from a rank for the sake of balance, which round-robin would not give. `handed_off`: by this rank.
-        """
+        `again`: it is taken from a rank for the sake of balance, which round-robin would not give. `handed_off`: by this rank."""
         over: Over = {one.scheduler: one.incarnation for one in lost}
         chain: Chain = []
         found: Found = []

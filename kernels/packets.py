@@ -32,8 +32,7 @@ def wait(size: int, stride: int, pairs: bool, elements: int, spin_on: int | None
 
     spin_on: a rank. Only one packet of it is polled by each thread until it comes, so that many programs that wait leave the cache to
     others; then all that were missing. None: all that are missing, always, which sees the last a little sooner.
-    Operands: outputs even and odd columns (float32), inputs address, turn, patience; `pack` registers each.
-    """
+    Operands: outputs even and odd columns (float32), inputs address, turn, patience; `pack` registers each."""
     pack = 1
     while pack * 2 * size <= MOST_IN_FLIGHT and elements % (pack * 2) == 0:
         pack *= 2

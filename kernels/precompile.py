@@ -42,8 +42,7 @@ def precompiled(progress: Progress = lambda done, total: None, threads: int | No
     """Inside nothing is launched; afterwards what would have been is compiled and loaded.
 
     What cannot be compiled or loaded is said again by its launch. progress: while there is something to wait for. Where Triton has no
-    such mode, launches are launches.
-    """
+    such mode, launches are launches."""
     mode_class = _mode()
     if mode_class is None:
         yield
@@ -74,8 +73,7 @@ def launchers_apart() -> Iterator[None]:
 
     Triton's (3.6) are files of one name in C, whose modules are of the old kind (single-phase initialisation): when a file is loaded
     for the second time, CPython fills the module that was loaded last under the name with that file's functions. A thread that has
-    loaded another file and is about to take its function from there would get the wrong one.
-    """
+    loaded another file and is about to take its function from there would get the wrong one."""
     load, lock = getattr(build, "_load_module_from_path", None), threading.Lock()
     if load is None:  # not public: a Triton that loads its files some other way
         yield
@@ -99,8 +97,7 @@ def parsed_in_turn() -> Iterator[None]:
     """Inside one thread at a time has Python parse a kernel's source.
 
     CPython 3.11 counts how deep it is in a syntax tree for all threads together: a second one that begins while the first has given its
-    lock away ends with "AST constructor recursion depth mismatch".
-    """
+    lock away ends with "AST constructor recursion depth mismatch"."""
     function: Any = jit.JITCallable
     parse, lock = function.parse, threading.Lock()
 

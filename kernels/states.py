@@ -53,8 +53,7 @@ class Pieces(NamedTuple):
     def of_columns(cls, at: Columns, tokens: int, block_size: int, most: int = PIECE) -> "Pieces":
         """The pieces of all requests with more than one token, MOST_PROMPTS at most, cut by the device.
 
-        at, tokens: of the step or, padded, of a CUDA graph. What is no prompt's are pieces of no tokens, and prompts of no pieces.
-        """
+        at, tokens: of the step or, padded, of a CUDA graph. What is no prompt's are pieces of no tokens, and prompts of no pieces."""
         num_prompts = max(1, min(MOST_PROMPTS, at.n, tokens // 2))
         num_pieces = most_pieces(tokens, num_prompts, block_size, most)
         both = torch.zeros(3 * num_pieces + 2 * num_prompts, dtype=torch.int32, device=at.ends.device)
@@ -69,8 +68,7 @@ class Pieces(NamedTuple):
 def most_pieces(tokens: int, prompts: int, block_size: int, most: int = PIECE) -> int:
     """The largest number of pieces of so many prompts that have so many tokens together.
 
-    A run of L tokens within a block is less than L / most + 1 pieces, and c tokens stand in c / block_size + 2 blocks at most.
-    """
+    A run of L tokens within a block is less than L / most + 1 pieces, and c tokens stand in c / block_size + 2 blocks at most."""
     return tokens // most + tokens // block_size + 2 * prompts + 1
 
 
@@ -192,8 +190,7 @@ class StateStep:
         of_one: Callable[[slice, Tensor | None], Tensor], lines: int, flop: float, theirs: Mapping[str, Callable[[], object]],
     ) -> Launch:  # fmt: skip
         """kernels: of decodes, of prompts; given: what both take up to the states and the output. of_one: plain torch, of a request's
-        tokens and of what it goes on from, float32. Decodes stand beside a copy of their states, prompts beside `theirs`.
-        """
+        tokens and of what it goes on from, float32. Decodes stand beside a copy of their states, prompts beside `theirs`."""
         *_, states, out = given
 
         def run() -> Tensor:

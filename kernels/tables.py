@@ -83,8 +83,7 @@ def products(op: str) -> dict[tuple[Any, ...], list[list[Any]]]:
     """The choices for products in the table of this processor, if there is one: by outputs, inputs and maybe use, by rows. What it
     lacks may have been added.
 
-    A choice: for rows above so many, up to so many, and what.
-    """
+    A choice: for rows above so many, up to so many, and what."""
     table = alike(op) if torch.cuda.is_available() else None
     added = {key: entry["rows"] for key, entry in _added.get(op, {}).items()}
     return {**added, **by_key((table or {"products": []})["products"])}

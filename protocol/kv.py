@@ -27,8 +27,7 @@ GOOD_ENOUGH = 1.05  # times the least memory: with that, the fewest groups
 class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is kept of a sequence for a layer, in which shape, and when another request may use it. Here: keys and values of all tokens.
 
-    The scheduler and the workers ask the spec, never for its kind: another kind overrides what differs.
-    """
+    The scheduler and the workers ask the spec, never for its kind: another kind overrides what differs."""
 
     of_draft: bool = False  # it is of a drafter's layers, whose heads have another shape
     keeps_all: ClassVar[bool] = True  # every block is kept while a request runs
@@ -52,8 +51,7 @@ class KVPolicy(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def fresh_rows(self, block_size: int, begin: int, end: int, num_computed: int) -> Sequence[int]:
         """The rows from `begin` up to `end` of a block table, which the next step adds, that get a page of their own.
 
-        num_computed: the tokens before that step.
-        """
+        num_computed: the tokens before that step."""
         return range(begin, end)
 
     def step_end(self, block_size: int, start: int, count: int) -> int:
@@ -170,8 +168,7 @@ class RecurrentState(KVPolicy, frozen=True, tag="state"):
 
     The page that a block's place in the table names holds the state behind that block's last token; while it is not full, behind the
     request's last one. Where the next place names the same page, nothing was left here. A page that is left is a *checkpoint*: it is
-    not written again, and a prefix that ends there is found by it.
-    """
+    not written again, and a prefix that ends there is found by it."""
 
     mode: Literal["none", "align", "all"] = (
         "align"  # checkpoints: none, where a step ends at their place, or at all places
@@ -245,8 +242,7 @@ def caches_of(model: ModelSpec, state: RecurrentState = _STATE) -> list[tuple[in
     """Layer and KVSpec of each cache, in the order of layers: most have one, some a state or what they see of an encoder beside their
     keys and values, some none.
 
-    state: the spec of recurrent states.
-    """
+    state: the spec of recurrent states."""
     found: list[tuple[int, KVSpec]] = []
     drafting = len(model.layers) - model.num_draft_layers
     shapes: set[tuple[KVSpec, int, int]] = set()  # of the model's own
@@ -291,8 +287,7 @@ def make_groups(
 
     `layer_bytes`: of one token's keys and values in one layer, by spec where these differ. The number of tensors is the one with the
     fewest groups whose longest request takes little more than the least memory; where windows save next to nothing, there is one group
-    that keeps all, of layers of equal bytes.
-    """
+    that keeps all, of layers of equal bytes."""
     layers: dict[KVSpec, list[int]] = {}
     for layer, spec in sorted(enumerate(specs, first_layer), key=lambda pair: not pair[1].keeps_all):
         layers.setdefault(spec, []).append(layer)  # what keeps all comes first
@@ -340,8 +335,7 @@ def block_size_with_cross_attention(block_size: int, layers: int, length: int, m
     """Tokens of a block, at least `block_size`, with which the longest request of a model of so many layers takes little more than the
     least memory, and has few groups.
 
-    One page has `length` tokens of an encoder for some of the layers, or a block of tokens for several times as many.
-    """
+    One page has `length` tokens of an encoder for some of the layers, or a block of tokens for several times as many."""
     kinds = (FullAttention(), CrossAttention(length))
     specs: list[KVSpec] = [spec for _ in range(layers) for spec in kinds]
 

@@ -63,8 +63,7 @@ class Attention(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StateSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A layer's state of fixed size of each sequence. Names are Hugging Face's for Mamba-2.
 
-    A state has `num_heads` matrices [head_dim, state_size], and the last inputs of a convolution of each of `conv_dim` channels.
-    """
+    A state has `num_heads` matrices [head_dim, state_size], and the last inputs of a convolution of each of `conv_dim` channels."""
 
     kind: (
         str  # mamba, mamba2, gated_delta_net, short_conv, or what a family's mixer in workers/models computes by itself

@@ -50,8 +50,7 @@ class JointReport(Struct, frozen=True, tag="joint_report"):
 class JointRank:
     """One incarnation of a rank. Whoever steps asks `may_begin`, then calls `begin` and, after the collectives, `finish`.
 
-    depth: steps that may have begun and not finished.
-    """
+    depth: steps that may have begun and not finished."""
 
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
@@ -103,8 +102,7 @@ class StepGroup(Struct, frozen=True):
 class StepAgreement(Struct, frozen=True):
     """The step that a worker proposes, and the one that all of them then do.
 
-    An elementwise maximum, so one all-reduce of a few integers finds it (`columns`).
-    """
+    An elementwise maximum, so one all-reduce of a few integers finds it (`columns`)."""
 
     step: int  # of the group: all are at the same
     num_tokens: int  # padded: as many as the largest has

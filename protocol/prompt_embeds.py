@@ -16,8 +16,6 @@ EmbedsDType = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[EmbedsDType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 DIGEST_BYTES = 16
 MAX_EMBEDS_BYTES = 32 << 20  # of one prompt; the messages that carry it hold twice that
-
-
 PLACEHOLDER = "<prompt_embeds>"  # vLLM's token for vectors within a chat
 
 

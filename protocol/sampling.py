@@ -36,8 +36,7 @@ class SamplingParams(LlamaSamplers, frozen=True, omit_defaults=True):
 
     The draw of output token i is a pure function of (seed, i), so a resumed stream continues the draws
     it would have made. `seed` is always set by the time a request is admitted: the frontend draws one
-    when the client gave none.
-    """
+    when the client gave none."""
 
     max_tokens: int = 16  # output tokens at most, >= 1; the detokenizer clamps it to the context
     min_tokens: int = 0  # no stop token may be sampled before this many output tokens

@@ -16,8 +16,6 @@ DATA = ("const", "enum", "default", "examples")  # keywords whose values are no 
 NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
 _MARKS = (b'"$id"', b'"$anchor"')
 _PLACE = ("$id", "$anchor")
-
-
 MAX_POINTER = 4096  # characters; a longer one names nothing
 
 

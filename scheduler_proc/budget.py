@@ -49,8 +49,7 @@ class StepBudget:
         """even: spread prompts; else they have all that decodes leave of a step, if it is a long one then.
 
         max_itl_s: the longest bearable step, whatever its prompts. wave: prompt tokens whose attention fills the device once (0: not
-        known).
-        """
+        known)."""
         self.max_num_batched_tokens, self._spreads, self._max_itl_s = max_num_batched_tokens, even, max_itl_s
         self._wave = wave
         self.prompt_s = 0.0  # what a prompt token adds to a step; 0: not measured yet

@@ -23,8 +23,7 @@ def end_between(uncut: Iterable[Span], start: int, count: int, most: int) -> int
     """As many of the tokens from `start` on as the step may compute without ending inside a run that must not be cut.
 
     That is `count` where it ends inside none; else the tokens before the run; where it begins with the run, all of it, unless these are
-    more than `most`. A step may begin inside a run, behind what the prefix cache has: that was computed with all of it.
-    """
+    more than `most`. A step may begin inside a run, behind what the prefix cache has: that was computed with all of it."""
     for first, length in uncut:
         end = first + length
         if count > 0 and first < start + count < end:

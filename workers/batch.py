@@ -58,8 +58,7 @@ class KnownRequests(NamedTuple):
 class StepInputs:
     """n requests, t tokens; the first `num_decodes` requests have one token each and stand first.
 
-    Either `lens` or `columns` is there: a CUDA graph is replayed with requests that the host knew nothing of.
-    """
+    Either `lens` or `columns` is there: a CUDA graph is replayed with requests that the host knew nothing of."""
 
     input_ids: Tensor  # int64 [t]
     positions: Tensor  # int64 [t]
@@ -160,8 +159,7 @@ class LayerCache:
     def read(self, at: Tensor, dtype: torch.dtype, *, blocks: bool = False) -> tuple[Tensor, Tensor]:
         """Keys and values of these slots [*at, num_kv_heads, head_dim], in plain torch; dtype: of the model.
 
-        blocks: `at` names blocks, whose slots are one more dimension.
-        """
+        blocks: `at` names blocks, whose slots are one more dimension."""
         keys, values = (
             as_bytes(lines)[at].view(lines.dtype) for lines in ((self.keys, self.values) if blocks else self.flat())
         )

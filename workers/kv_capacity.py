@@ -23,8 +23,7 @@ def num_blocks(
     """Blocks within `budget` bytes, or as many as --num-gpu-blocks-override says, of block tables with these groups. ProcessFatal when
     the longest request would not fit, with the one that would; with --max-model-len auto ContextTooLong, if there is one.
 
-    block_size: tokens of a block, where they are not the configured ones.
-    """
+    block_size: tokens of a block, where they are not the configured ones."""
     resolved = config.require_resolved()
     block_size, longest = block_size or config.cache.block_size, resolved.max_model_len
     at_once = step_tokens(resolved.max_num_batched_tokens, config.scheduler.async_depth, max_drafts)

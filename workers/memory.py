@@ -26,8 +26,7 @@ ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV 
 def num_pages(config: MeshConfig, budget: int, layout: KVLayout) -> int:
     """Pages within `budget` bytes; no more than all requests at their longest could fill. --num-gpu-blocks-override is taken as it is.
 
-    ProcessFatal when the longest request would not fit, with the one that would.
-    """
+    ProcessFatal when the longest request would not fit, with the one that would."""
     resolved = config.require_resolved()
     drafts = config.speculative.num_speculative_tokens
     budget -= num_draft_pages(config, budget, layout) * layout.page_bytes
@@ -89,8 +88,7 @@ def profile(
     and less what a full step needs beside that. So the share is this worker's own, as vLLM counts it.
 
     `run` computes that step in small caches, which are gone before the rest is counted. What it leaves allocated (workspaces of
-    libraries) counts once, among what is taken.
-    """
+    libraries) counts once, among what is taken."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     small = caches()
@@ -120,8 +118,7 @@ def _gpu() -> tuple[int, int]:
 def check_weights(needed: int, device: torch.device, redundant: int = 0, copied: int = 0) -> None:
     """ProcessFatal when the weights of this worker are larger than what its GPU has free, with what would do.
 
-    redundant, copied: of these, bytes of redundant experts, and of decoded copies (--decoded-copy).
-    """
+    redundant, copied: of these, bytes of redundant experts, and of decoded copies (--decoded-copy)."""
     if device.type != "cuda":
         return
     free, total = _gpu()
@@ -163,8 +160,7 @@ def cache_dtype(
 ) -> torch.dtype:
     """The dtype of the KV tensors, for --kv-cache-dtype `wanted` and a model of `dtype`. ProcessFatal where FP8 cannot be used.
 
-    latent: the model has latent attention.
-    """
+    latent: the model has latent attention."""
     if wanted == "auto":
         return dtype
     if latent:

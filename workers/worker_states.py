@@ -47,8 +47,6 @@ TRANSITIONS: dict[WorkerState, tuple[WorkerState, ...]] = {
     _S.WAKING: (_S.IDLE,),
     _S.DROPPED: (_S.OPERATING,),
 }
-
-
 SLEEPS = (WorkerState.UNLOADED, WorkerState.ASLEEP, WorkerState.DROPPED)
 
 

@@ -67,8 +67,7 @@ class Incoming:
     """The messages of clients, each read once its call is let in, within what the frontend may hold, and then decoded.
 
     The library reads a message whole and decodes it before a method of its own kind sees the call. So every method is served here as
-    one with a stream of bytes: of a call that is refused nothing is read but what fits into the window of its stream (64 KiB).
-    """
+    one with a stream of bytes: of a call that is refused nothing is read but what fits into the window of its stream (64 KiB)."""
 
     def __init__(self, server: ServerConfig) -> None:
         self._longest, self._timeout_s = server.max_body_bytes, server.http_body_timeout

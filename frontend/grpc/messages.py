@@ -130,8 +130,7 @@ class GrpcResponse(Response):
     """The answer of one Generate call: tokens of its choices as messages, which servicer.py sends as `take` gives them.
 
     Tokens that come while the client does not read are sent together when it does: nothing is queued here beside what a choice has. It
-    hears of its choices from request_tracker.py; the head's `on_end` is called whenever `take` may have something.
-    """
+    hears of its choices from request_tracker.py; the head's `on_end` is called whenever `take` may have something."""
 
     def __init__(self, head: AnswerHead) -> None:
         super().__init__(head)

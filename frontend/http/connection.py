@@ -27,8 +27,6 @@ MAX_UNPARSED_BYTES = 64 << 10  # behind a request that waits for its turn; then 
 
 _BLANK_LINE = b"\r\n\r\n"
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
-
-
 _log = Limited(structlog.get_logger())
 
 

@@ -182,8 +182,7 @@ class AnswerHeaders:
 
     An answer is named by its client's X-Request-Id, else by what the route calls it (`NAME` in the scope), else by a new name; so are
     refusals and the answers of routes that compute nothing. The load is ORCA's report, as vLLM gives it, of the mesh's `figures` as
-    they are known now, for the paths for which the mesh computes (`submits`); a request header names the form.
-    """
+    they are known now, for the paths for which the mesh computes (`submits`); a request header names the form."""
 
     def __init__(self, app: ASGIApp, figures: Callable[[], MeshStats], submits: Collection[str]) -> None:
         self._app, self._figures, self._submits = app, figures, submits

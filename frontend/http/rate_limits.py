@@ -27,8 +27,7 @@ class RateLimits:
     they come, also those for the tokenizer alone, tokens when an answer has ended, since nobody knows before how many there are; a
     key whose tokens are below zero waits. The levels of a key are one small file in the run directory, so that all frontends count
     together and a frontend that dies forgets nothing. Two frontends that take from one key in the same microseconds may count it
-    once. The clock must be one for all processes of the host, as the monotonic one is.
-    """
+    once. The clock must be one for all processes of the host, as the monotonic one is."""
 
     def __init__(self, run_dir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = Path(run_dir) / "rates", clock

@@ -43,8 +43,7 @@ class EventWriter:
     """Writes events of one response. `start` first; `write` never blocks; `finish` or `release` last.
 
     What the client does not take waits here. A client that leaves more than FREE_BYTES needs room in a budget that all clients share,
-    of which it may have a quarter; without it the client is cut off, and its request ends as with any client that leaves.
-    """
+    of which it may have a quarter; without it the client is cut off, and its request ends as with any client that leaves."""
 
     FREE_BYTES = 1 << 20
 

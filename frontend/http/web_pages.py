@@ -40,8 +40,6 @@ NOT_JSON = (
 )
 FORM, JSON = "multipart/form-data", "application/json"
 MAX_SHOWN = 200
-
-
 _log = Limited(structlog.get_logger())
 
 

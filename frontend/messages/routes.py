@@ -21,8 +21,6 @@ from meshlm.protocol.edges.text import Tokenize
 
 _NAMES = ("X-Request-Id", "Request-Id")
 MESSAGES = form_of_turns(lambda parsed_request: MessageFormat(parsed_request.answer.stream), id_headers=_NAMES)
-
-
 _route = partial(route, error=schema.MessagesErrorResponse)
 
 

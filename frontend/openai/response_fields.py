@@ -20,8 +20,6 @@ NO_TEXT_CHOICE = NO_CHOICE | dict.fromkeys(("prompt_logprobs", "prompt_token_ids
 NO_PROMPT_DETAILS = dict.fromkeys(("created_cache_tokens", "multimodal_tokens"))
 NO_CHAT_CHUNK_CHOICE = dict.fromkeys(("logprobs", "finish_reason", "token_ids"))
 NO_TEXT_CHUNK_CHOICE = NO_CHAT_CHUNK_CHOICE | dict.fromkeys(("stop_reason", "prompt_token_ids"))
-
-
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
 
@@ -99,8 +97,7 @@ def timing(choices: Sequence[Choice]) -> Json | None:
     """vLLM's fields, in milliseconds; None for an answer of several choices, whose times are not one.
 
     The wait for a place in a batch; from then to the first token; from the first token to the last; of that the mean between two; and
-    tokens a second from that place on. All null where no token came, or where the tokens had come on another connection before.
-    """
+    tokens a second from that place on. All null where no token came, or where the tokens had come on another connection before."""
     if len(choices) != 1:
         return None
     (choice,) = choices

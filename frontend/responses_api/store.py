@@ -101,8 +101,6 @@ CREATE INDEX IF NOT EXISTS by_response ON item_ids(response);
 CREATE TABLE IF NOT EXISTS events(
     response TEXT NOT NULL, first INTEGER NOT NULL, count INTEGER NOT NULL, data BLOB NOT NULL, PRIMARY KEY(response, first));
 """
-
-
 _COLUMNS = ", ".join(Stored.__struct_fields__)
 
 

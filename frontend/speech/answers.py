@@ -198,8 +198,7 @@ class SpeechResponse(WholeResponse):
 class SpeechStream(StreamedAnswer):
     """A streamed transcription: each event is one of OpenAI's and a chunk of vLLM's. `write` takes complete events.
 
-    Chunks of long audio are computed beside each other, and told in their order: what comes early waits.
-    """
+    Chunks of long audio are computed beside each other, and told in their order: what comes early waits."""
 
     def __init__(
         self,

@@ -120,8 +120,7 @@ class Workspace:
     the stream's dtype, and flags int32 [size, rows]. A word is four bytes.
 
     addresses: of these three int64 [size] on the device, by rank. turns: int32 [rows], ones, of this rank alone. packet_rows: up to how
-    many rows go as packets; the same on all ranks.
-    """
+    many rows go as packets; the same on all ranks."""
 
     __slots__ = ("columns", "flags", "inboxes", "packet_rows", "packets", "rank", "rows", "size", "turns")
 
@@ -145,8 +144,7 @@ def allreduce_rmsnorm(
 ) -> Tensor:  # fmt: skip
     """x, residual [m, columns], dense, m <= room.rows -> [m, columns]; residual changes in place. All ranks call it alike.
 
-    sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last allreduce_rmsnorm.
-    """
+    sent: x, one row, is on its way already (gemv), as turn number `sent` behind the last allreduce_rmsnorm."""
     rows, columns = x.shape
     assert rows <= workspace.rows and columns == workspace.columns  # noqa: PT018
     out = torch.empty_like(residual)

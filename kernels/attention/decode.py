@@ -249,8 +249,7 @@ def decode(
     With `rope`, query is the projection qkv [>= n, (heads + 2 kv_heads) d] as it is: heads are normed and rotated here, and the
     new keys and values are written to the cache, divided by the scales of `extras` if that is FP8. splits is a power of two.
     workspace: float32 with room for [n, heads, slots, d] and [n, heads, slots, 2], int32 zeros [n, kv_heads] (left zero); slots:
-    splits, or with `shared` those of `shared.slots`, of which shared_prefix.py has filled the first ones.
-    """
+    splits, or with `shared` those of `shared.slots`, of which shared_prefix.py has filled the first ones."""
     _, page, kv_heads, dim = keys.shape
     heads = rope.num_heads if rope is not None else query.shape[1]
     lines, block_d = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(dim)

@@ -40,8 +40,7 @@ def paged_tile(
     """Tiles of keys [first, last) for one tile of queries at positions query_at [M]; scores are in powers of two.
 
     seen_from [M]: the first key that each sees, with a SPAN. oldest: the first of them. The pages of those before it may have a new
-    owner, and hold anything: a weight of zero does not make nothing of a NaN, so they are not read. slope [M]: of each, with SLOPES.
-    """
+    owner, and hold anything: a weight of zero does not make nothing of a NaN, so they are not read. slope [M]: of each, with SLOPES."""
     d = tl.arange(0, BLOCK_D)
     for begin in range(first, last, BLOCK_N):
         at = begin + tl.arange(0, BLOCK_N)
@@ -95,8 +94,7 @@ class SharedPrefixes:
     members int32 [n]: requests, those with the same prefix beside one another. items int32 [g, ITEM]: pieces of prefixes, each for a
     tile of members: the first of them and their number, the piece's first key and the one behind its last, and its place among the
     prefix's pieces. tokens, parts int32 [n]: of each request's prefix, how many keys it has, and pieces it is cut into. Pieces begin
-    and end at multiples of PREFIX_STEP.
-    """
+    and end at multiples of PREFIX_STEP."""
 
     __slots__ = ("items", "members", "most_parts", "parts", "tile", "tokens")
 
@@ -116,8 +114,7 @@ class Extras:
     """The features that few models have: window of keys or chunks, soft cap of scores, sink logits [heads], scales of an FP8 cache,
     slopes float32 [heads].
 
-    A query sees its last `window` keys, or those from the last multiple of `chunk` on; 0: all.
-    """
+    A query sees its last `window` keys, or those from the last multiple of `chunk` on; 0: all."""
 
     __slots__ = ("cap", "chunk", "k_scale", "sinks", "slopes", "v_scale", "window")
 

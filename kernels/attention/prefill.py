@@ -29,8 +29,7 @@ def _dense_tile(
 ):  # fmt: skip
     """Like paged_tile, for the keys of this step's own tokens first .. last - 1 of the request, which lie in one piece.
 
-    nth_q, seen_from [M]: queries, and the first keys that they see, counted from the first of these tokens.
-    """
+    nth_q, seen_from [M]: queries, and the first keys that they see, counted from the first of these tokens."""
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         k = step.load([before + begin, (HEADS + kv) * DIM])
         s = tl.dot(q, k.T)
@@ -172,8 +171,7 @@ def prefill(
     The first `skip` requests have one token each and are left out (see `decode`), and so are all with fewer than `fewest` tokens.
     qkv [t, (heads + 2 kv_heads) d]: the projection with its keys rotated (kernels/rope_cache). With it the keys and values of this
     step's tokens are read there, in one piece, and only those of earlier steps from their pages. num_pairs: of prompt tokens and the
-    keys that each sees, where they are known: with many, hopper.py does it all.
-    """
+    keys that each sees, where they are known: with many, hopper.py does it all."""
     tokens, heads, dim = query.shape
     pays = (num_pairs if num_pairs is not None else tokens * USUAL_KEYS) * heads >= hopper_from(dim, extras.window)
     if (

@@ -63,8 +63,7 @@ class PagedStep(NamedTuple):
     def spoil_others(self, first_seen: Callable[[int], int], *, own: bool = False) -> None:
         """NaN for all that is not a token of an earlier step, or is in a page before the first key that a request's tokens see.
 
-        own: what this step's tokens have in pages stays, too.
-        """
+        own: what this step's tokens have in pages stays, too."""
         read, page = torch.zeros(self.keys.shape[:2], dtype=torch.bool, device=self.keys.device), self.keys.shape[1]
         for row, (start, count) in enumerate(self.requests):
             read[self.places(row, first_seen(start) // page * page, start + count * own)] = True

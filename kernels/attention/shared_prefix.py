@@ -76,8 +76,7 @@ def shared_prefix(
 ) -> None:  # fmt: skip
     """The parts of all prefixes of `shared`, for the `decode` that follows with the same query, workspace and splits.
 
-    query [t, heads, d], rotated; the prefixes' keys and values are in the cache. extras: of a layer that sees all keys.
-    """
+    query [t, heads, d], rotated; the prefixes' keys and values are in the cache. extras: of a layer that sees all keys."""
     assert extras.span == EVERYTHING
     assert PREFIX_STEP % block_n == 0
     _, page, kv_heads, dim = keys.shape

@@ -27,8 +27,7 @@ SHARED_PROGRAMS = 2  # that a multiprocessor gets of a launch
 def _table() -> tuple[float, list[dict[str, int]], list[dict[str, int]]]:
     """Programs per multiprocessor and tiles of a decode, tiles of a prompt. The first that fits is used.
 
-    Those that a whole step has chosen (`group_to`, --tune full) are for that processor.
-    """
+    Those that a whole step has chosen (`group_to`, --tune full) are for that processor."""
     table = tables.read("attention")
     alike = tables.is_alike(table)
     decode = [entry for entry in table["decode"] if alike or "group_to" not in entry]
@@ -47,8 +46,7 @@ def prefill_tiles(work: int) -> Tile:
 def hopper_from(dim: int, window: int = 0) -> float:
     """Query-key pairs x query heads of a step's prompts from which on hopper.py is the faster, with heads of so many numbers.
 
-    Infinity where no table of this compute capability says so, and for windows (0: none) that are shorter than it says.
-    """
+    Infinity where no table of this compute capability says so, and for windows (0: none) that are shorter than it says."""
     table = tables.read("attention")
     if not tables.is_kin(table) or 0 < window < table.get("hopper_windows", {}).get(str(dim), math.inf):
         return math.inf
@@ -89,8 +87,7 @@ def tile_of_head(tile: Tile, dim: int) -> Tile:
     """A tile of a table, which is for heads of up to 128: larger ones have fewer keys, or keys and values outgrow the shared memory.
 
     Those of more than 256 have fewer queries too, and more warps, or their sums outgrow the registers. first: queries, or parts of a
-    context, which are no more than 32.
-    """
+    context, which are no more than 32."""
     if dim <= MEASURED_DIM:
         return tile
     first, block_n, warps, stages = tile
@@ -110,8 +107,7 @@ def decode_tiles(
     programs: requests x kv heads. Contexts are of up to `longest` tokens; a kv head has `group` query heads of `dim` numbers.
 
     Enough parts to fill the GPU. A lone request of a short context is bound by latency: there the smallest tile wins on an H200, which
-    loses a third at 32k; and with many query heads for a kv head fewer parts may, since one program puts all of them together.
-    """
+    loses a third at 32k; and with many query heads for a kv head fewer parts may, since one program puts all of them together."""
     per_multiprocessor, tiles, _ = _table()
     splits = splits_of(programs, per_multiprocessor, torch.cuda.get_device_properties(device).multi_processor_count)
     for entry in tiles:

@@ -107,8 +107,7 @@ def attention(
 ) -> Tensor:
     """query [t, heads, d] over keys, values [blocks, size, kv_heads, d] -> [t, heads, d].
 
-    tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position.
-    """
+    tables int64 [n, any]: blocks of a request; positions int64 [t]; a row sees the keys up to its own position."""
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
     query, out = query.contiguous(), torch.empty(t, heads, d)

@@ -80,8 +80,7 @@ class Layers:
     def run(self, stream: Tensor, places: Places, rope: Tensor, caches: Sequence[LayerPages]) -> tuple[Tensor, Tensor]:
         """stream [t, hidden], which is changed: the embeddings. caches: by layer.
 
-        What the last layer adds to the stream, and the stream.
-        """
+        What the last layer adds to the stream, and the stream."""
         shape, t = self._shape, stream.shape[0]
         inner, outer = shape.heads * shape.d, (shape.heads + 2 * shape.kv_heads) * shape.d
         x = torch.empty(t, shape.hidden)

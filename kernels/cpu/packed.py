@@ -29,8 +29,7 @@ class Rows(NamedTuple):
 def form_of(ggml_type: int, *, rounded: bool = False) -> int | None:
     """The form in which packed weights keep a tensor of this type, codes and scales as they are; None if there is none.
 
-    rounded: of weights that say so.
-    """
+    rounded: of weights that say so."""
     found = library()
     form = -1 if found is None else int(found.meshlm_form(ggml_type, rounded))
     return None if form < 0 else form
@@ -64,8 +63,7 @@ def _panel_bytes(forms: list[int], k: int) -> list[int]:
 def write_table(packed: Tensor, forms: list[int], k: int, *, rounded: bool = False) -> None:
     """Begin a packed weight: uint8 [packed_bytes(forms, k)].
 
-    rounded: products with it round their activations; all forms are of `form_of(rounded=True)`.
-    """
+    rounded: products with it round their activations; all forms are of `form_of(rounded=True)`."""
     assert not (rounded and _FLOATS in forms)
     table = torch.empty(len(forms), 2, dtype=torch.long)
     sizes = torch.tensor([_table_bytes(len(forms)), *_panel_bytes(forms, k)[:-1]], dtype=torch.long)
@@ -92,8 +90,7 @@ def pack(weight: Tensor) -> Tensor:
 def repack(rows: Rows, order: Tensor | None, packed: Tensor, first: int, k: int) -> None:
     """Encoded rows of k inputs become outputs `first` and on, a multiple of 16, of a weight whose table says so already.
 
-    order int64: which row of `rows` each output is, if not its own. What the last panel has beyond them becomes zeros.
-    """
+    order int64: which row of `rows` each output is, if not its own. What the last panel has beyond them becomes zeros."""
     data = rows.data
     if data.stride(1) != 1:
         raise ValueError("the bytes of a row must lie side by side")

@@ -43,8 +43,7 @@ def embed(
 ) -> tuple[Tensor, Tensor | None]:
     """ids int [t], table [rows, n] -> [t, n], and with `norm` (weight [n], eps) the norm of it [t, n].
 
-    The table's rows are those of ids from `first` on; other ids give zeros (vocabulary-parallel ranks add theirs up).
-    """
+    The table's rows are those of ids from `first` on; other ids give zeros (vocabulary-parallel ranks add theirs up)."""
     tokens = ids.shape[0]
     rows, columns = table.shape
     out = torch.empty(tokens, columns, dtype=table.dtype, device=table.device)

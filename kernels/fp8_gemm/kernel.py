@@ -142,8 +142,7 @@ def parts(
 ) -> Tensor:  # fmt: skip
     """[m, outputs] of this dtype, or float32 [splits, m, outputs].
 
-    zeros: of integers, which go in one part: zero points of x [m, 1], and the sums of the weight's rows [outputs].
-    """
+    zeros: of integers, which go in one part: zero points of x [m, 1], and the sums of the weight's rows [outputs]."""
     (rows, inputs), outputs = x.shape, w.shape[0]
     assert shape.splits == 1 or (bias is None and zeros is None)
     x_groups, w_groups = 0 if x_scales is None else x_scales.shape[1], w_scales.shape[1]
@@ -167,8 +166,7 @@ def fp8_gemm(
 ) -> Tensor:  # fmt: skip
     """x e4m3 [m, k] with float32 scales [m, 1 or groups], or of 16 bits without; w e4m3 [n, k] with [n, 1 or groups] -> [m, n].
 
-    group: inputs that share a scale, where there are groups.
-    """
+    group: inputs that share a scale, where there are groups."""
     rows, outputs = x.shape[0], w.shape[0]
     aligned = w.shape[1] % ALIGNED == 0 and outputs % ALIGNED == 0
     if rows > MANY_ROWS and x_scales is not None and group == 0 and dtype == torch.bfloat16 and x.is_cuda and aligned:

@@ -53,8 +53,7 @@ def _gate_up_silu(
 class Shape(NamedTuple):
     """Sizes of a tile (block_n: of a gate's columns, and as many of up's), warps, stages; programs on each multiprocessor.
 
-    flat: a program asks for its next tile's inputs while it writes this one's results.
-    """
+    flat: a program asks for its next tile's inputs while it writes this one's results."""
 
     block_m: int
     block_n: int

@@ -33,8 +33,7 @@ def chunk_rule(
 ) -> tuple[Tensor, Tensor]:
     """q, k [t, heads, K], v [t, heads, V], g, beta [t, heads], state [heads, V, K] -> o [t, heads, V], and the last state.
 
-    All of one sequence, in float32; q and k normed and scaled, a head of them for each of v.
-    """
+    All of one sequence, in float32; q and k normed and scaled, a head of them for each of v."""
     if state is None:
         state = v.new_zeros(v.shape[1], v.shape[2], k.shape[2])
     q, k, v = (each.transpose(0, 1) for each in (q, k, v))

@@ -60,8 +60,7 @@ def rule_update(
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     q, k [t, groups, K], v [t, heads, V] and a, b [t, heads] may be strided by token; rate, bias float32 [heads];
-    state [2, pages, half, V, K]; out [t, heads, V]. page: tokens of a block.
-    """
+    state [2, pages, half, V, K]; out [t, heads, V]. page: tokens of a block."""
     check_strides(q, k, v, a, b)
     heads, width = v.shape[1:]
     numbers = k.shape[2]

@@ -51,8 +51,7 @@ def parts_of(inputs: int, fold: int, way: str = "") -> tuple[int, int]:
     """The powers of two that hold a row's inputs: of the first part, and of the second, 0 where that spares nothing.
 
     fold: numbers that the threads of a program load at once; a second part has so many at least, so that both lie among the threads
-    alike, and are added before anything is passed between these. way: products that send or receive packets have one part.
-    """
+    alike, and are added before anything is passed between these. way: products that send or receive packets have one part."""
     one = triton.next_power_of_2(inputs)
     rest = max(fold, triton.next_power_of_2(max(1, inputs - one // 2)))
     two = inputs > ONE_PART and one // 2 < inputs and one // 2 + rest < one and way in ("", "8 bits")
@@ -156,8 +155,7 @@ def _products(
     """GATE and SENDS read two rows of the weight for each of BLOCK_N: gate and up, or the two columns of a packet.
 
     GROUP, ROUNDED: inputs that share a scale of the weight, and of y; ROW: all of a row; 0: there are none. REST: inputs behind
-    BLOCK_K, as a power of two, the second part of a row; 0: there is one part. FOLD: numbers that the threads load at once.
-    """
+    BLOCK_K, as a power of two, the second part of a row; 0: there is one part. FOLD: numbers that the threads load at once."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0)
@@ -286,8 +284,7 @@ def shape_of(outputs: int, inputs: int, gate: bool, way: str = "", size: int = 2
     """The tile shape: as whole steps chose it on this processor (--tune full), else the first entry of the table that fits.
 
     way: "sends" or "receives" packets: there BLOCK_N is of pairs, and here each program costs the reading of all packets; or "8 bits".
-    size: bytes of a weight's number, of which shared memory must hold a tile.
-    """
+    size: bytes of a weight's number, of which shared memory must hold a tile."""
     if not way:
         tables.note_use("gemv", (outputs, inputs, gate))
     table, lines = tables.read("gemv"), 2 if gate or way == "sends" else 1
@@ -320,8 +317,7 @@ def _found(outputs: int, inputs: int, gate: bool) -> list[int] | None:
 def _with_room(tile: list[int], inputs: int, lines: int, way: str, size: int) -> Tile:
     """The tile of a table, or less of it where that is of a GPU with more shared memory.
 
-    lines: of the weight for each of BLOCK_N. size: bytes of a number.
-    """
+    lines: of the weight for each of BLOCK_N. size: bytes of a number."""
     block_n, warps, stages, programs = tile
     line = lines * sum(parts_of(inputs, fold_of(warps, size), way)) * size
     workspace = shared_bytes() - BESIDE
@@ -350,8 +346,7 @@ def gemv(
 
     gate: one of ACTS, or none. own: weight and eps of a norm of x alone, before it is added: with norm and residual, without receives.
     sends: out stays empty, its columns are on their way. receives: x stands for what comes; with norm and residual. Neither is there
-    for a weight of 8-bit floats.
-    """
+    for a weight of 8-bit floats."""
     inputs, fp8 = x.shape[1], Fp8Weight(weight, x, rounded=None) if isinstance(weight, Tensor) else weight
     weight, eight_bits = fp8.codes, not isinstance(weight, Tensor)
     outputs = weight.shape[0] // 2 if gate else weight.shape[0]

@@ -19,8 +19,7 @@ def _distinct(h, k, K: tl.constexpr, END: tl.constexpr):
 def in_model_dtype(h, k, dtype, K: tl.constexpr, END: tl.constexpr, PAIRS: tl.constexpr):
     """y rounded to the model's dtype, float32.
 
-    PAIRS: bfloat16, which the GPU rounds to two numbers at a time; Triton has it do so one by one, at an eighth of the speed.
-    """
+    PAIRS: bfloat16, which the GPU rounds to two numbers at a time; Triton has it do so one by one, at an eighth of the speed."""
     h = _distinct(h, k, K, END)
     if PAIRS:
         h = tl.inline_asm_elementwise(

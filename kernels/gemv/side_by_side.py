@@ -37,8 +37,7 @@ def side_by_side(out: Tensor, turn: Turn) -> Tensor:
     """out [1, width], an even width: columns that a gemv of each rank has sent in this turn, those of rank 0 first.
 
     A room of its own, whose turns are the number, 1 at first, and 0. Its halves are as safe as those of sums: what is sent in turn
-    t + 1 comes behind the sender's kernel of turn t.
-    """
+    t + 1 comes behind the sender's kernel of turn t."""
     workspace, width = turn.workspace, out.shape[1]
     words = workspace.columns // 2
     warps = 4

@@ -36,8 +36,7 @@ def tiles(
 ) -> list[dict[str, Any]]:
     """The best tile of each class of shapes by the geometric mean; a class that no shape is in falls through to the next.
 
-    names: of a case's sizes.
-    """
+    names: of a case's sizes."""
     entries, left = [], {case: dict(zip(names, case, strict=True)) for case in times}
     for where in classes:
         mine = [

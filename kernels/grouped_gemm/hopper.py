@@ -206,8 +206,7 @@ def _warps_apart(
 ):  # fmt: skip
     """w is a descriptor of [EXPERTS x (gate: 2) x OUTPUTS, INPUTS], x of [rows, INPUTS] unless GATHER. out [rows, OUTPUTS].
 
-    ids, ends, owners: as moe_align gives them for tiles of 128 rows.
-    """
+    ids, ends, owners: as moe_align gives them for tiles of 128 rows."""
     dtype: gl.constexpr = w.dtype
     across: gl.constexpr = (OUTPUTS + (LINES if GATE else 2 * LINES) - 1) // (LINES if GATE else 2 * LINES)
     lines: gl.constexpr = gl.NVMMASharedLayout(128, 16)

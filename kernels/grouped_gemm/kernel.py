@@ -203,8 +203,7 @@ def _grouped_gemm(
     [1 or EXPERTS, rows, columns].
 
     ends int32 [EXPERTS]: see moe_align; batched: num_tokens, and `most` rows of each expert. Scales: as in kernels/moe_few.
-    PARTS: out [TOPK, rows, OUTPUTS]; experts, weights [rows, TOPK], of which `entries` say what goes nowhere: that has zeros.
-    """
+    PARTS: out [TOPK, rows, OUTPUTS]; experts, weights [rows, TOPK], of which `entries` say what goes nowhere: that has zeros."""
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     each: tl.constexpr = min(INPUTS, (STAGES - 1) * BLOCK_K)
     if PDL:  # noqa: SIM102 (constants of the compiler)
@@ -359,8 +358,7 @@ def sorted_gemm(
 
     ends, ids: as moe_align gives them for tiles of shape.block_m. entries: of them there are so many at most.
     parts: x is in the order of ids, out [topk, tokens, n] in that of tokens. asks: it comes behind the gate's product, so `ends` is
-    there before that is done, and the first weights are asked for meanwhile. owners: as moe_align gives them, where shape.apart.
-    """
+    there before that is done, and the first weights are asked for meanwhile. owners: as moe_align gives them, where shape.apart."""
     if shape.apart:
         from meshlm.kernels.grouped_gemm import hopper
 

@@ -45,8 +45,6 @@ SHAPES: dict[str, type[one.Shape] | type[few.Shape] | type[many.Shape]] = {
     "few": few.Shape,
     "many": many.Shape,
 }
-
-
 Entry = tuple[int, int, Plan]  # rows above, up to, and the plan
 WIDEST = len(many.Shape._fields)  # numbers of a shape, at most
 KINDS = tuple(SHAPES)

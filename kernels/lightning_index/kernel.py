@@ -51,8 +51,7 @@ def index_scores(
     """query [t, heads, dim], weights float32 [t, heads], contiguous; cache [blocks, page, line]: keys from number `begin` of a line on.
 
     tables int32 [rows, stride]; rows, lengths int32 [t]: each query's block table, and the tokens that it sees; out float32 [t, width]
-    gets their scores, and what is behind them stays.
-    """
+    gets their scores, and what is behind them stays."""
     tokens, heads, dim = query.shape
     _, page, line = cache.shape
     width = out.shape[1]
@@ -128,8 +127,7 @@ def select(
     """The slots of the best of each query's tokens, in order: chosen int32 [t, topk], of which the first `counts` int32 [t] count.
 
     scores float32 [t, width]; tables, rows, lengths: see `index_scores`. A query that sees no more than topk tokens gets all; one that
-    sees none is padding, and gets slot 0.
-    """
+    sees none is padding, and gets slot 0."""
     tokens, width = scores.shape
     _select[(tokens,)](
         scores, width, tables, tables.stride(0), rows, lengths, chosen, counts,

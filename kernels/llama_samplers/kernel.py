@@ -265,8 +265,7 @@ def llama_samplers(
 
     Line i of the logits belongs to request places[i], or i without places. state: columns by row, by name; breakers int32
     [rows, words], a bit for each token that is a sequence breaker; tokens int32 [rows, length]; counts: kernels/penalties's workspace.
-    Lines of rows that ask for nothing are neither read nor written; the launches depend on the shapes alone.
-    """
+    Lines of rows that ask for nothing are neither read nor written; the launches depend on the shapes alone."""
     lines, vocab = logits.shape
     named = places if places is not None else columns[0]
     programs = min(lines, len(counts))

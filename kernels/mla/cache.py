@@ -57,8 +57,7 @@ def latent_cache(
     """query [t, heads, nope + rotary], latent [t, rank + rotary] are changed in place; their lines may be strided.
 
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norm: weight [rank] and eps;
-    cache [blocks, page, rank + rotary]; what stands behind that in a line stays as it is.
-    """
+    cache [blocks, page, rank + rotary]; what stands behind that in a line stays as it is."""
     tokens, heads, dim = query.shape
     rotary = table.shape[1]
     rank = latent.shape[1] - rotary

@@ -122,8 +122,7 @@ def decode(
 
     query [>= n, heads, nope + rotary] gives the rotated part; its first dimension may be strided. cache [blocks, page, rank + rotary].
     workspace: float32 with room for [n, heads, splits, rank] and [n, heads, splits, 2]. rotary: where other numbers stand behind it in
-    lines; 0: it ends them.
-    """
+    lines; 0: it ends them."""
     split_decode(absorbed, query, cache, at, scale, out, workspace, tile, rotary)
     if tile.splits > 1:
         heads, rank = absorbed.shape[1:]

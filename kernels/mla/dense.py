@@ -113,8 +113,7 @@ def _context(
 def supported(query: Tensor, latent: Tensor, weight: Tensor, wide: int) -> bool:
     """Tiles come by bulk copies (TMA) of Hopper and later, which want powers of two and lines at multiples of 16 bytes.
 
-    latent [t, rank + rotary]; weight [heads (nope + wide), rank]: what it is projected up by.
-    """
+    latent [t, rank + rotary]; weight [heads (nope + wide), rank]: what it is projected up by."""
     rotary = latent.shape[1] - weight.shape[1]
     nope, size = query.shape[2] - rotary, query.element_size()
     if any(width < 16 or width & (width - 1) for width in (nope, wide, rotary)):
@@ -132,8 +131,7 @@ def dense(
 
     out [t, heads, wide].
 
-    The first `skip` requests of the columns are left out. prior: what the context gives [t, heads, wide], and prefill.py's sums.
-    """
+    The first `skip` requests of the columns are left out. prior: what the context gives [t, heads, wide], and prefill.py's sums."""
     tokens, heads, dim = query.shape
     wide = out.shape[2]
     nope = up.shape[1] // heads - wide
@@ -161,8 +159,7 @@ def context(
     """Adds what one request's queries [t, heads, nope + rotary] see of some of its earlier tokens to what `prior` has so far.
 
     lines [n, rank + rotary] of the cache, up [n, heads (nope + wide)]; prior: float32 outputs [t, heads, wide], and logarithms (of
-    base 2) of the sums [t, heads], minus infinity where nothing was seen yet.
-    """
+    base 2) of the sums [t, heads], minus infinity where nothing was seen yet."""
     tokens, heads, dim = query.shape
     wide = prior[0].shape[2]
     nope = up.shape[1] // heads - wide

@@ -114,8 +114,7 @@ def absorb_cache(
 ) -> Tensor:  # fmt: skip
     """As cache.py's latent_cache, but the latent stays as it is; and absorbed queries [t, heads, rank].
 
-    up [heads (nope + wide), rank]: what latents are projected up by.
-    """
+    up [heads (nope + wide), rank]: what latents are projected up by."""
     tokens, heads, dim = query.shape
     rotary, rank = table.shape[1], up.shape[1]
     absorbed = query.new_empty(tokens, heads, rank)

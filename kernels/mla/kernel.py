@@ -23,8 +23,7 @@ def latent_tile(
 ):  # fmt: skip
     """Lines [first, last) for a tile of queries q [M, BLOCK_R], q_rope [M, BLOCK_P] at positions query_at [M]; acc [M, BLOCK_R].
 
-    Without MASK a query sees all of them, and `last - first` is a multiple of BLOCK_N.
-    """
+    Without MASK a query sees all of them, and `last - first` is a multiple of BLOCK_N."""
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
@@ -51,8 +50,7 @@ def latent_tile_of_lines(
 ):  # fmt: skip
     """The same with lines as the rows of both products, for queries that see all of them: q [BLOCK_R, H], acc [BLOCK_R, H].
 
-    A tensor core wants 64 rows: few query heads would leave most of them empty, lines of the cache fill them.
-    """
+    A tensor core wants 64 rows: few query heads would leave most of them empty, lines of the cache fill them."""
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     for begin in tl.range(first, last, BLOCK_N, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK_N)
@@ -97,8 +95,7 @@ def ask_for(
 ):
     """Have the first READ numbers of the lines of tokens first .. first + BLOCK_N - 1 brought to the L2 cache, by halves.
 
-    Of none from `last` on.
-    """
+    Of none from `last` on."""
     half = tl.arange(0, 2 * BLOCK_N)
     at = tl.minimum(first + half // 2, last - 1)
     page = tl.load(table + at // PAGE).to(tl.int64)

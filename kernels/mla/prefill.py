@@ -80,8 +80,7 @@ def prefill(
     """absorbed, out [t, heads, rank], contiguous; query [t, heads, nope + rotary] gives the rotated part; cache [blocks, page, width].
 
     The first `skip` requests have one token each and are left out (see decode.py), and so are all with fewer than `fewest` tokens.
-    context: only lines of earlier steps count, and this float32 [t, heads] gets the logarithms (of base 2) of the sums.
-    """
+    context: only lines of earlier steps count, and this float32 [t, heads] gets the logarithms (of base 2) of the sums."""
     tokens, heads, rank = absorbed.shape
     rotary = cache.shape[2] - rank
     tile = tile or prefill_tile()

@@ -34,8 +34,7 @@ def absorbed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of all requests of the columns: absorbed [t, heads, rank], rotated [t, heads, rotary] -> float32 [t, heads, rank].
 
-    And the logarithm (of base e) of the sum of each softmax [t, heads].
-    """
+    And the logarithm (of base e) of the sum of each softmax [t, heads]."""
     page, width = cache.shape[1:]
     rank = absorbed.shape[2]
     query = torch.cat((absorbed, rotated), dim=-1).float()

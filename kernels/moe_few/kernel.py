@@ -171,8 +171,7 @@ def few(
 
     Without a gate (the epilogue says so) w is [experts, n, k] of either.
     experts int32 [m, topk], -1 goes nowhere; out of a gate is of 16 bits, of down float32. Scales: of weights of 8 bits, float32
-    [rows of x, groups] and [experts, outputs, groups]; with more than one group BLOCK_K is a group.
-    """
+    [rows of x, groups] and [experts, outputs, groups]; with more than one group BLOCK_K is a group."""
     (rows, num_topk), num_experts, inputs = experts.shape, w.shape[0], w.shape[2]
     gate = weights is None
     outputs = w.shape[1] // 2 if gate and epilogue.gated else w.shape[1]

@@ -60,8 +60,7 @@ def best_experts(
 ):  # fmt: skip
     """logits float32 [BLOCK_E], -inf behind the last expert; `at`: arange(BLOCK_E). Stores TOPK of experts and weights.
 
-    Logits order experts as their softmax does, which is found of the chosen ones alone where nothing else is needed.
-    """
+    Logits order experts as their softmax does, which is found of the chosen ones alone where nothing else is needed."""
     real = at < EXPERTS
     plain: tl.constexpr = not (SIGMOID or CORRECTED or TOP2)
     if plain:

@@ -16,8 +16,7 @@ NAN = 255  # a scale that stands for no number
 def decode_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 [..., groups, 16] or [..., groups * 16], and uint8 [..., groups] -> the values [..., groups * 32].
 
-    float32 and bfloat16 hold every value exactly. A scale of 255 gives NaN, as the format says.
-    """
+    float32 and bfloat16 hold every value exactly. A scale of 255 gives NaN, as the format says."""
     codes = blocks.reshape(*scales.shape, GROUP // 2).to(torch.int32)
     values = torch.tensor(VALUES, dtype=torch.float32, device=blocks.device)
     pairs = torch.stack((values[codes & 15], values[codes >> 4]), dim=-1).flatten(-2)

@@ -80,8 +80,7 @@ def add_rms_norm(
 ) -> Tensor:
     """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32, dense), in place; the norm of that [m, n].
 
-    own: weight and eps of a norm of x, or of that sum, before it is added.
-    """
+    own: weight and eps of a norm of x, or of that sum, before it is added."""
     rows, columns = residual.shape
     splits = x.shape[0] if x.dim() == 3 else 0
     out = torch.empty_like(residual)

@@ -273,8 +273,7 @@ def few(
 ) -> Tensor:  # fmt: skip
     """gate (no weights): x [m, k], w of 2 n outputs -> out [m topk, n]. down: x [m topk, k], w of n outputs -> float32 [topk, m, n].
 
-    experts int32 [m, topk], -1 goes nowhere.
-    """
+    experts int32 [m, topk], -1 goes nowhere."""
     (rows, num_topk), num_experts, gate = experts.shape, w.codes.shape[0], weights is None
     assert rows <= MOST_ROWS
     outputs = w.outputs // 2 if gate else w.outputs

@@ -126,8 +126,7 @@ def pack(
 ) -> ExpertWeight:  # fmt: skip
     """codes uint8 [..., outputs, inputs], in the packed order; scales and offsets (zero points or minima) [..., outputs, groups].
 
-    dtype: of the activations. With those of 16 bits scales are rounded to float16, unless that does not reach as far.
-    """
+    dtype: of the activations. With those of 16 bits scales are rounded to float16, unless that does not reach as far."""
     inputs = codes.shape[-1]
     planes = F.pad(codes, (0, -inputs % CHUNK)).unflatten(-1, (-1, PLANES, PLANE)).to(torch.int32)
     high = None
@@ -199,8 +198,7 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def encode_mxfp4(values: Tensor) -> dict[str, Tensor]:
     """[outputs, inputs] -> codes (as bytes) and scales, by the names of parameters: each value the nearest one of its group.
 
-    A group's scale is the least power of two with which its largest value is no more than 6: what was MXFP4 comes back exactly.
-    """
+    A group's scale is the least power of two with which its largest value is no more than 6: what was MXFP4 comes back exactly."""
     grouped = F.pad(values.float(), (0, -values.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     exponents = grouped.abs().amax(-1).clamp(min=2.0**-100).log2().floor() - 2
     scaled = grouped / torch.exp2(exponents)[..., None]

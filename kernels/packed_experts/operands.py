@@ -35,8 +35,6 @@ _PLANE_0, _PLANE_1, _PLANE_2, _PLANE_3 = (
     gl.constexpr(_HEAD.format(half=half) + codes + _TAIL)
     for codes, half in zip(_CODES, ("low", "low", "high", "high"), strict=True)
 )
-
-
 _RAISED_BFLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x43004300, 0xEA;")
 _RAISED_FLOAT16 = gl.constexpr("lop3.b32 $0, $1, 0x000F000F, 0x64006400, 0xEA;")
 

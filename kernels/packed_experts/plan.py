@@ -46,8 +46,7 @@ class Direct(NamedTuple):
 def takes(weight: ExpertWeight, dtype: torch.dtype) -> bool:
     """Whether direct.py computes with this weight and activations of this dtype. Waits for the device.
 
-    Times 2^126 a scale of MXFP4 must be a bfloat16.
-    """
+    Times 2^126 a scale of MXFP4 must be a bfloat16."""
     bits, group, values = weight.format
     if values == "mxfp4":
         return dtype == torch.bfloat16 and bool((weight.scales <= MOST_SCALE).all())

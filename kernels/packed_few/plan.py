@@ -23,8 +23,7 @@ class Shape(NamedTuple):
 def shapes_of(chunks: int) -> list[Shape]:
     """Shapes that may be the fastest for a weight of so many chunks, the likeliest first.
 
-    For each product of Llama-3.1-8B on an H200 the fastest was one of them, none with 1, 2 or 16 warps.
-    """
+    For each product of Llama-3.1-8B on an H200 the fastest was one of them, none with 1, 2 or 16 warps."""
     warps = min(MOST_WARPS, 1 << (chunks.bit_length() - 1))
     return [
         Shape(tiles, each, depth)

@@ -135,8 +135,7 @@ def penalise(
     """logits [l, vocab], changed in place; columns rows, starts, ends int32 (kernels/prepare_inputs).
 
     Line i of the logits belongs to request places[i], or i without places. prompt_lens int32 by row, tokens int32 [rows, length]: all
-    that are known before the one that is drawn. Other lines are not touched; the launch depends on the shapes alone.
-    """
+    that are known before the one that is drawn. Other lines are not touched; the launch depends on the shapes alone."""
     lines, vocab = logits.shape
     rows, starts, ends = columns
     programs = min(lines, len(counts))

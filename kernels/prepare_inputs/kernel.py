@@ -53,8 +53,7 @@ def prepare_inputs(
 
     blocks int32 [groups, rows, any].
 
-    Padding requests of a graph have the row of a dummy and no tokens (their `ends` repeat).
-    """
+    Padding requests of a graph have the row of a dummy and no tokens (their `ends` repeat)."""
     assert n <= MOST
     total = out[0].shape[0]
     _prepare_inputs[(triton.cdiv(total, 128),)](

@@ -34,8 +34,7 @@ def _quantise(
 def quantise(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [m, k], dense -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row.
 
-    scale: float32, one number that is everybody's, where that is known beforehand.
-    """
+    scale: float32, one number that is everybody's, where that is known beforehand."""
     rows, columns = x.shape
     size = group or columns
     groups = triton.cdiv(columns, size)

@@ -11,8 +11,7 @@ LEAST_SCALE = 1e-12  # of zeros
 def quantise(x: Tensor, group: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [m, k] -> e4m3 [m, k] and float32 [m, groups]; group: columns that have a scale together, 0: all of a row.
 
-    scale: one number that is everybody's.
-    """
+    scale: one number that is everybody's."""
     rows, columns = x.shape
     size = group or columns
     padded = torch.nn.functional.pad(x.float(), (0, -columns % size)).view(rows, -1, size)

@@ -76,8 +76,7 @@ def rope_cache(
 
     The keys in qkv are normed and rotated in place too, and values of padding zeroed, for kernels/attention.
     positions, slots int64 [t]; table float32 [max_len, rotary]: cosines, then sines; norms: weights [d] of query and key.
-    The scales are those of an FP8 cache.
-    """
+    The scales are those of an FP8 cache."""
     kv_heads, dim = keys.shape[-2:]
     tokens = qkv.shape[0]
     query = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -133,8 +133,7 @@ def sample(
     """logits [l, vocab]; columns rows, starts, ends int32 (kernels/prepare_inputs). out int32 [>= l] gets the ids.
 
     Line i of the logits belongs to request places[i], or i without places. The id is also written behind the request's tokens;
-    requests without tokens (padding) write nothing there.
-    """
+    requests without tokens (padding) write nothing there."""
     lines, vocab = logits.shape
     rows, starts, ends = columns
     chunks = triton.cdiv(vocab, CHUNK)

@@ -199,8 +199,7 @@ def scan_update(
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     x, gate and dt (before softplus) [t, channels] and b, c [t, N] may be strided by token; a float32 [channels, N]; d float32
-    [channels]; state [2, pages, half, 1, N]; out [t, channels]. page: tokens of a block.
-    """
+    [channels]; state [2, pages, half, 1, N]; out [t, channels]. page: tokens of a block."""
     channels, numbers = a.shape
     _update[(num, triton.cdiv(channels, BLOCK))](
         x, dt, a, b, c, d, gate, out, state, at.rows, at.starts, at.ends, at.blocks, at.blocks.stride(0),

@@ -34,8 +34,7 @@ def chunk_scan(
 ) -> tuple[Tensor, Tensor]:
     """x [t, heads, P], dt [t, heads] (after softplus), a, d [heads], b, c [t, groups, N], state [heads, P, N] -> y, and the last state.
 
-    All of one sequence, in float32.
-    """
+    All of one sequence, in float32."""
     heads, groups = x.shape[1], b.shape[1]
     if state is None:
         state = x.new_zeros(heads, x.shape[2], b.shape[2])

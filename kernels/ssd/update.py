@@ -55,8 +55,7 @@ def state_update(
     """The first `num` requests of a step, of which those with one token count; all of the step's tokens in each tensor.
 
     x [t, heads, P] and b, c [t, groups, N] may be strided by token; a, d float32 [heads];
-    state [2, pages, half, P, N]; out [t, heads, P]. page: tokens of a block.
-    """
+    state [2, pages, half, P, N]; out [t, heads, P]. page: tokens of a block."""
     heads, width = x.shape[1:]
     block_p = min(triton.next_power_of_2(width), 32)
     _update[(num, heads, triton.cdiv(width, block_p))](

@@ -239,8 +239,7 @@ def top_k_top_p(
 
     Line i belongs to request places[i], or i without places; its parameters are row rows[...] of `state`. Lines of rows
     that limit nothing, or are greedy (temperature below 1e-5), are neither read nor written. The launch depends on the
-    shapes alone. room: see `workspace`, for at least l lines of this vocabulary and dtype.
-    """
+    shapes alone. room: see `workspace`, for at least l lines of this vocabulary and dtype."""
     lines, vocab = logits.shape
     group = _group(vocab)
     groups = scratch[0].shape[1]

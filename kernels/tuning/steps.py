@@ -46,8 +46,7 @@ def descend(
 ) -> Choice:
     """One size after the other, until nothing is gained or the time is over: what was found by then.
 
-    note: gets the pass, the name, microseconds before and of the best, and the tile that the name has then.
-    """
+    note: gets the pass, the name, microseconds before and of the best, and the tile that the name has then."""
     chosen = dict(start)
     for number in range(passes):
         before = dict(chosen)

@@ -113,8 +113,7 @@ class Assign(Struct, frozen=True, tag="assign"):
 class GiveBack(Struct, frozen=True, tag="give_back"):
     """Drop those of these requests that have not started, and say which in Load.returned. No terminal message is sent for them.
 
-    A rank without its workers runs nothing: it gives back those too that had started.
-    """
+    A rank without its workers runs nothing: it gives back those too that had started."""
 
     request_ids: tuple[RequestId, ...]
     everything: bool = False  # all requests: the rank is going to end

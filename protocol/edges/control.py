@@ -323,8 +323,7 @@ class QueueFull(Struct, frozen=True, tag="queue_full"):
     """To every frontend: the mesh's queue is full, refuse new requests at the door; or it is not full any more.
 
     Said when a request had to be refused and when there is room again, a hundred times a second at most, and while it is full once
-    a second. A frontend without a coordinator forgets it.
-    """
+    a second. A frontend without a coordinator forgets it."""
 
     on: bool
 

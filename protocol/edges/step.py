@@ -36,8 +36,7 @@ class Reset(Struct, frozen=True, tag="reset"):
 
     A step of an earlier session that waits for workers of other ranks is aborted.
 
-    A worker that is to sleep does so after all earlier steps, and answers WorkerAsleep.
-    """
+    A worker that is to sleep does so after all earlier steps, and answers WorkerAsleep."""
 
     session: int
     incarnations: tuple[int, ...] = ()
@@ -75,8 +74,7 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     the worker counts back from the row's own end. It may draft num_drafts[i] tokens more and compute them too; the row's blocks hold
     them all.
 
-    A row whose request wants a vector (Pool) never samples. The step that computes the last token of its prompt gives its vector.
-    """
+    A row whose request wants a vector (Pool) never samples. The step that computes the last token of its prompt gives its vector."""
 
     session: int
     step: StepId
@@ -114,8 +112,7 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     """The worker's facts, in answer to Reset (again after each).
 
     `kept` and `kept_hashes` are what the session before remembered and did not forget: so the prefix cache outlives the scheduler.
-    Least recently remembered first.
-    """
+    Least recently remembered first."""
 
     session: int
     num_blocks: int
@@ -148,8 +145,7 @@ class LastPlan(Struct, frozen=True, tag="standing"):
     """A worker of a group sends this at once on Reset: the last plan that its process was sent, zeros for none.
 
     A scheduler may die between sending a plan to one worker and to the next. Then they differ, and the one that has the plan waits for
-    the others inside a collective.
-    """
+    the others inside a collective."""
 
     session: int  # of the Reset
     of_session: int

@@ -192,8 +192,7 @@ class Abort(Struct, frozen=True, tag="abort"):
 class Detach(Struct, frozen=True, tag="detach"):
     """The client of these choices (with a Retry) left and may come back: let them run, send nothing.
 
-    Row i is ignored unless the request is still the one of handles[i]: a newer connection may have it.
-    """
+    Row i is ignored unless the request is still the one of handles[i]: a newer connection may have it."""
 
     request_ids: tuple[RequestId, ...]
     handles: tuple[Handle, ...]
@@ -278,8 +277,7 @@ class Finished(Struct, frozen=True, omit_defaults=True):
 class TextDeltas(Struct, frozen=True, tag="deltas", omit_defaults=True):
     """One step's news for one frontend, in batch order; row i is handles[i].
 
-    The text sent so far is a pure function of the token ids sent so far, so a resumed stream repeats nothing.
-    """
+    The text sent so far is a pure function of the token ids sent so far, so a resumed stream repeats nothing."""
 
     handles: bytes  # int32[n]
     starts: bytes  # int32[n]: output index of the row's first token here

@@ -25,8 +25,7 @@ class Ended(Struct, frozen=True, omit_defaults=True):
 class LogprobColumns(Struct, frozen=True):
     """Log-probabilities of some positions, natural log. k may differ between requests; width is the largest.
 
-    For position p: the sampled token's logprob and rank (1 = likeliest), and its k likeliest tokens in order.
-    """
+    For position p: the sampled token's logprob and rank (1 = likeliest), and its k likeliest tokens in order."""
 
     width: int
     logprobs: bytes  # float32[p]

@@ -20,8 +20,6 @@ HEADER_BYTES = _HEADER.size
 
 _ROLES = tuple(Role)
 _ROLE_NUMBER = {role: number for number, role in enumerate(_ROLES)}
-
-
 _KINDS: dict[int, "Kind"] = {}
 _identities: dict[int, Identity] = {}  # role << 16 | index: one object each, so that hashes are computed once
 

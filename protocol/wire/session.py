@@ -32,8 +32,6 @@ BLOCKED_REPLAYS = 2  # and it is said that something is wrong
 KEEPALIVES = 6  # acks in the time after which silence means loss, whatever else is sent
 RIVAL = "is in this mesh already, on another node"
 MAX_QUIET_STEP = 0.1  # of that time counts between two ticks: more means that we slept, not the peer
-
-
 BAD_BODY = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding a peer's bytes may raise
 
 

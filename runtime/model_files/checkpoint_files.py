@@ -99,8 +99,7 @@ def check_headers(
 ) -> None:
     """Files that are whole, tensors that one file holds and no two, of types that can be read. ModelFilesError.
 
-    of_text_part: the types of tensors for images or sound are not looked at.
-    """
+    of_text_part: the types of tensors for images or sound are not looked at."""
     index = _index(folder, weights.load_format)
     if weights.load_format != "safetensors":
         return

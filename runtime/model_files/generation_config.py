@@ -66,8 +66,7 @@ def with_eos(generation: GenerationConfig, of_tokenizer: int | None, vocab_size:
 def of_model(folder: Path, config: dict[str, Any], honoured: Set[str] = frozenset()) -> GenerationConfig:
     """A model's own: its generation_config.json, or where there is none what its config.json says. ModelFilesError.
 
-    honoured: further keys, which are others' to read.
-    """
+    honoured: further keys, which are others' to read."""
     if (folder / FILE).is_file():
         settings, where = read_json(folder / FILE), str(folder / FILE)
         notes = _notes({name: value for name, value in settings.items() if name not in honoured}, where)
@@ -82,8 +81,7 @@ def of_model(folder: Path, config: dict[str, Any], honoured: Set[str] = frozense
 def chosen(own: GenerationConfig, source: str, override: str) -> GenerationConfig:
     """The GenerationConfig that --generation-config and --override-generation-config choose. ModelFilesError.
 
-    A folder that a user names, and an override, limit what requests may ask for; a model's own file only gives defaults.
-    """
+    A folder that a user names, and an override, limit what requests may ask for; a model's own file only gives defaults."""
     given = source not in ("auto", "meshlm", "vllm")
     found, eos, notes = own.defaults, own.eos_token_ids, own.notes
     if source in ("meshlm", "vllm"):

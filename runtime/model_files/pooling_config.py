@@ -126,8 +126,7 @@ def of_folder(path: Path) -> SentenceTransformer | None:
 def of_gguf(path: Path, fields: Mapping[str, Any]) -> SentenceTransformer | None:
     """What llama.cpp's pooling_type says; None where it says nothing. Vectors have the length 1, as its server gives them.
 
-    ModelFilesError.
-    """
+    ModelFilesError."""
     key = f"{fields['general.architecture']}.pooling_type"
     kind = fields.get(key, 0)
     if type(kind) is not int or kind not in range(4):

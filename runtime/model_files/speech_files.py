@@ -26,8 +26,7 @@ PREPROCESSOR = "preprocessor_config.json"
 def speech_tokens(folder: Path, spec: ModelSpec, config: dict[str, Any]) -> tuple[SpeechTokens, tuple[int, ...]]:
     """The tokens, and those that are never written. config: config.json, which says some of it where generation_config.json does not.
 
-    ModelFilesError for what is missing, and for audio features that are not Whisper's.
-    """
+    ModelFilesError for what is missing, and for audio features that are not Whisper's."""
     assert spec.audio_encoder is not None
     _check_preprocessor(folder, spec.audio_encoder)
     where = folder / FILE

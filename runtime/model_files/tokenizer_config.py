@@ -90,8 +90,7 @@ def eos_token_id(tokenizer: Path) -> int | None:
     """The id of the tokenizer's eos_token: it ends a text beside those of a generation config, as in vLLM. ModelFilesError.
 
     Most tokenizer.json say it themselves. Where another file adds the token, its id is the one that it gets where texts are encoded,
-    so the tokenizer is loaded as it is there.
-    """
+    so the tokenizer is loaded as it is there."""
     folder, file = (tokenizer, tokenizer / "tokenizer.json") if tokenizer.is_dir() else (tokenizer.parent, tokenizer)
     if tokenizer.suffix == ".gguf" or not file.is_file():
         return None

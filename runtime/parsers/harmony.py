@@ -25,8 +25,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 def forced_call(schemas: Mapping[str, Any]) -> dict[str, Any]:
     """The format of a structural tag for an answer that is a call of one of these functions, behind its reasoning if it has some.
 
-    The model's end of a call ends the answer, too, so there is one.
-    """
+    The model's end of a call ends the answer, too, so there is one."""
     tag = {"type": "tag", "begin": f"{CHANNEL}analysis{MESSAGE}", "end": f"{END}{START}assistant"}
     calls = [
         nodes.sequence(

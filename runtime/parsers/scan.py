@@ -262,8 +262,7 @@ def _decoded(text: str) -> str | None:
 class JsonMarks:
     """Where the structure of JSON goes on: outside of strings, within one, and within one that holds a line break.
 
-    A JSON string has no line break, so such a string is broken, and tags end it.
-    """
+    A JSON string has no line break, so such a string is broken, and tags end it."""
 
     __slots__ = ("broken", "outside", "tags")
     inside = re.compile(r'["\\\n]')

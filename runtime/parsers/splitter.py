@@ -26,8 +26,7 @@ class Splitter:
     """One answer that begins with reasoning, piece by piece. `closed` once all that follows is content.
 
     With `calls`, a call ends the reasoning too: models begin one without closing their reasoning. A tag of calls that is only spoken of
-    ends nothing. What follows such a call is content; the closing tag that may still come is nobody's. `finder` goes on with it.
-    """
+    ends nothing. What follows such a call is content; the closing tag that may still come is nobody's. `finder` goes on with it."""
 
     __slots__ = ("_begun", "_held", "_lexer", "_parser", "_unsure", "called", "closed", "finder")
 

@@ -41,8 +41,7 @@ class ParameterStructure(Struct, frozen=True):
     """KEY is the name of a parameter, NAME the tool's. `parameter_of_text`: opens one that is a string, where that differs.
 
     The parameters come in the order of the schema. A value that is no text is JSON by its own schema; a text is free up to the closing
-    tag, or one of the texts of its `enum`. What else the schema asks of a text cannot be held in these forms and is refused.
-    """
+    tag, or one of the texts of its `enum`. What else the schema asks of a text cannot be held in these forms and is refused."""
 
     trigger: str
     begin: str

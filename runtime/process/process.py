@@ -78,8 +78,7 @@ def main(
     """Run a process of the mesh to its end. Exit code 0 after an orderly stop, 1 after a failure.
 
     A standby does `load_ahead` (what start() will find done) and waits for its turn before it takes its place in the mesh. Which place
-    that is it may learn only then.
-    """
+    that is it may learn only then."""
     streams.open_closed()
     parser = argparse.ArgumentParser(prog=f"meshlm {role.value}")
     parser.add_argument("--config-fd", type=int, required=True, help="descriptor with the mesh's configuration")

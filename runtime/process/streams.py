@@ -27,8 +27,7 @@ class LogWriter:
     """Text for a descriptor, line by line, whose reader may be slow, stopped or gone. Writing never waits and never fails.
 
     A pipe holds 64 KiB. A process that waited there for a reader that has stopped would serve nobody, so lines wait in memory and a
-    thread writes them when there is room. Beyond MAX_WAITING_BYTES they are left out, and how many is said.
-    """
+    thread writes them when there is room. Beyond MAX_WAITING_BYTES they are left out, and how many is said."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -279,8 +279,7 @@ class Lanes:
 
     A job begins in the quick lane, with a little CPU time. What needs more is ended there and begins again in the slow lane, where few
     run at a time, below others' priority, and few may wait. So whoever sends jobs that run into their limits has each of them wait for
-    the others, and a bound on what they take together; ordinary jobs, which take a few milliseconds, pass.
-    """
+    the others, and a bound on what they take together; ordinary jobs, which take a few milliseconds, pass."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits, config: LaneConfig = DEFAULT) -> None:
         """limits: of a slow job."""

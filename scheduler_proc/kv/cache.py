@@ -303,8 +303,7 @@ class KVCache:
         """Its first `num_known` tokens are known, and computed by the steps that were sent: others may use the blocks full of them.
 
         sent: False while the step that computes some of them is being planned. Another request of that step may use its keys and
-        values, which a layer writes before it reads any, but not the state that it leaves.
-        """
+        values, which a layer writes before it reads any, but not the state that it leaves."""
         if not self.prefix_caching:
             return
         full = num_known // self.block_size

@@ -161,8 +161,7 @@ class Client:
     async def run(self, submits: Iterable[Sent], bar: Any, news: News | None = None) -> list[RequestOutput]:
         """Send each as soon as it is made; return when all have ended. ValueError with the first refusal. `news`: see Run.
 
-        When one cannot be made, or nobody waits any more, those before it end, and the error is raised.
-        """
+        When one cannot be made, or nobody waits any more, those before it end, and the error is raised."""
         run = Run(bar, news)
         self._runs.add(run)
         sent: list[RequestOutput] = []

@@ -46,8 +46,7 @@ OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pac
 class LLM:
     """A model in a mesh of its own. Keyword arguments are the flags of `meshlm serve`, with underscores.
 
-    The processes end with `shutdown`, with the last reference to the object, or with the program.
-    """
+    The processes end with `shutdown`, with the last reference to the object, or with the program."""
 
     _settings: ClassVar[dict[str, Any]] = OFFLINE  # that hold unless others are given
 

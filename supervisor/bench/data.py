@@ -17,8 +17,6 @@ MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # what vLLM's sampler of ShareGP
 CHUNK = 500  # texts tokenized at a time
 POEM = "Pick as many lines as you can from these poem lines:\n"  # of the sonnet data set
 TRIES = 100  # of a sonnet's prompt that is too long
-
-
 Encode = Callable[[list[str]], list[list[int]]]
 
 

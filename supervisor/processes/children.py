@@ -39,8 +39,6 @@ FOLDER = {
     Role.WORKER: "workers",
     Role.STORE: "store",
 }
-
-
 Variables = Mapping[str, str]
 Loop = asyncio.AbstractEventLoop
 

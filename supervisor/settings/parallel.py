@@ -22,8 +22,7 @@ def check(
 ) -> None:
     """UsageError names the flag, and what would do. `here`: workers of this node. whole_experts: none is split over ranks.
 
-    environment: that of the workers.
-    """
+    environment: that of the workers."""
     platform = platforms.named(device)
     rules.check(_groups(parallel, platform, whole_experts))
     if platform.has_weights:

@@ -90,8 +90,7 @@ def settled(config: MeshConfig) -> MeshConfig:
 
     Where the flags leave them open there are as many frontends and detokenizers as ranks, if there are cores for them.
 
-    By its CPU time a detokenizer keeps up with about 50,000 tokens a second, which one GPU gives with a small model.
-    """
+    By its CPU time a detokenizer keeps up with about 50,000 tokens a second, which one GPU gives with a small model."""
     parallel, server = own_part(config.parallel), config.server
     usual = max(1, min(parallel.data_parallel_size, len(os.sched_getaffinity(0)) // CORES_EACH))
     counts = {"frontends": server.frontends or usual, "detokenizers": server.detokenizers or usual}

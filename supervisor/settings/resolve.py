@@ -253,8 +253,7 @@ def claim_port(host: str, port: int) -> contextlib.ExitStack:
     """Hold the port for this mesh until the stack is closed. StartError when somebody has it.
 
     The first bind, without SO_REUSEPORT, fails for any other listener; the second lets our frontends in beside us. Until they listen
-    neither would keep out a second mesh of this user, which then shared the port: the name does.
-    """
+    neither would keep out a second mesh of this user, which then shared the port: the name does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     address = host or "0.0.0.0"
     with contextlib.ExitStack() as claims, raised_as(StartError, OSError, of=f"--host {host} --port {port}"):

@@ -128,8 +128,7 @@ def with_dashes(words: Sequence[str]) -> list[str]:
 def with_json(words: Sequence[str]) -> list[str]:
     """--some-config.a.b 1 --some-config.c=x as --some-config '{"a": {"b": 1}, "c": "x"}', as in vLLM.
 
-    The flags of OVERRIDES are such keys of --hf-overrides.
-    """
+    The flags of OVERRIDES are such keys of --hf-overrides."""
     rest: list[str] = []
     trees: dict[str, dict[str, Any]] = {}
     todo = iter(words)
@@ -173,8 +172,7 @@ def did_you_mean(unknown: Sequence[str], known: Iterable[str]) -> str:
 def set_variable(name: str, value: Any) -> None:
     """Sets it to a text. None and true ask for what is there without it (of HF_TOKEN what `hf auth login` has saved).
 
-    ArgumentTypeError for anything else.
-    """
+    ArgumentTypeError for anything else."""
     if isinstance(value, str) and value:
         os.environ[name] = value
     elif value not in (None, True, False):

@@ -55,8 +55,7 @@ def folder() -> Path:
 def retry_without(make: Callable[[], T], where: Path, *, alone: bool = True) -> T:
     """make(); once more, with an empty cache, if it failed as it does when a kernel cannot be read.
 
-    alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do.
-    """
+    alone: no other worker waits in the middle of the first attempt; else the start ends, and the next one will do."""
     before = _inode(where)
     try:
         return make()

@@ -94,8 +94,7 @@ class Tuner:
     def measure(self, bench: Bench, report: Report) -> bool:
         """Measures what is used since, if there is time for it. Whether anything was found: the same on all ranks.
 
-        They all take part even if they measure nothing: one that was started again has another mode than the first.
-        """
+        They all take part even if they measure nothing: one that was started again has another mode than the first."""
         if self._mode == "off":
             return False
         found: Entries = []

@@ -121,8 +121,7 @@ def connect(
     """Collective: all ranks of the group call it. What is summed is as large as `widest` [tokens, columns].
 
     interface: by which this host's ranks speak with those of other hosts. None: no other host has ranks of the group.
-    custom_all_reduce: GPUs may sum through the memory of their peers. Otherwise NCCL is all there is.
-    """
+    custom_all_reduce: GPUs may sum through the memory of their peers. Otherwise NCCL is all there is."""
     set_environment(interface)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=shard.rank, world_size=shard.size, timeout=TIMEOUT)

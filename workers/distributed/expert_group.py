@@ -91,8 +91,7 @@ class ExpertGroup:
         """End what waits for other members on the device; called in any thread, and waits for nothing itself.
 
         NCCL ends what waits at once, and then does not return as long as there are CUDA graphs with its communicator, which the stepper
-        has until it meets the next group. So a thread of its own sees to it.
-        """
+        has until it meets the next group. So a thread of its own sees to it."""
         if self.rooms is not None:
             self.rooms.leave()
         group = self._group

@@ -82,8 +82,7 @@ class Membership:
 class Meeting:
     """The place where a group's ranks meet: a file in the run directory, or, for a group on several hosts, a store at an address.
 
-    Each set of incarnations has a part of its own, so that nobody finds what earlier ones wrote.
-    """
+    Each set of incarnations has a part of its own, so that nobody finds what earlier ones wrote."""
 
     def __init__(self, rank: int, run_dir: str, address: tuple[str, int] | None = None) -> None:
         """address: rank 0 listens there and nowhere else, the others connect."""

@@ -56,8 +56,7 @@ class PeerRooms:
     def meet(self, name: Any, store: "Store", nccl: Any) -> None:
         """Map the peers' memory. Collective; all must have met once more before anything is sent.
 
-        name: of the group, new in each epoch. store, nccl: torch's, through which the members have met.
-        """
+        name: of the group, new in each epoch. store, nccl: torch's, through which the members have met."""
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
         group = torch.distributed.ProcessGroup(store, self._rank, self._size)  # by whose store handles are exchanged

@@ -32,8 +32,7 @@ class Shard:
     ) -> "Shard":
         """The part of worker number `worker` of the mesh. expert_parallel: experts are spread over all ranks of a stage, whole.
 
-        num_redundant: slots for replicas of experts, of all ranks together.
-        """
+        num_redundant: slots for replicas of experts, of all ranks together."""
         tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         within = worker % parallel.workers_per_rank
         ep_rank, ep_size = 0, 1

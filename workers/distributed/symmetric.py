@@ -57,8 +57,7 @@ class OneRow:
     def send_row(self, ids: Tensor, table: Tensor, first: int) -> Tensor:
         """The same of a row of a table, of which this rank has those of ids from `first` on. It begins a step.
 
-        What is left of a step before was never launched: its capture failed.
-        """
+        What is left of a step before was never launched: its capture failed."""
         self._nth = 0
         self._in_flight = True
         return embedding.send(ids, table, first, Turn(self.workspace, self._nth))
@@ -98,8 +97,7 @@ class OneRow:
     def logits(self, hidden: Tensor, weight: Tensor, width: int, out: Tensor | None) -> Tensor | None:
         """hidden W^T of each rank side by side, [1, width]; what is right of it is padding. None: not for this size.
 
-        The first call for a size makes room for it, so it must not be in a CUDA graph.
-        """
+        The first call for a size makes room for it, so it must not be in a CUDA graph."""
         each = weight.shape[0]
         if hidden.shape[0] != 1 or each % 2 or width % 2 or not pays(weight, 1):
             return None
@@ -125,8 +123,7 @@ def result(name: str, found: Tensor | None, wanted: Tensor, near: float = 0.0) -
 def compile_all(made: "Symmetric", shard: Shard, dtype: torch.dtype, columns: int) -> None:
     """Make the kernels of `norms` and `parts`, and what memory they share, such that no test waits for a rank that compiles.
 
-    Where Triton cannot compile apart from launching, they are launched, on every rank as often; what comes of it means nothing.
-    """
+    Where Triton cannot compile apart from launching, they are launched, on every rank as often; what comes of it means nothing."""
     with precompiled():
         for _ in chain(norms(made, shard, dtype, columns), parts(made, shard, columns)):
             pass

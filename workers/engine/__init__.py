@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from meshlm.workers.rows.extras.extra import RowExtras
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
-
-
 NOT_BALANCED = "start the server with --enable-eplb to move experts"
 NOT_ASKED = "experts move between tensor-parallel ranks every step_interval steps (--eplb-config), and at no other time"
 

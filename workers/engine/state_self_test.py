@@ -139,8 +139,7 @@ class _BothAttention:
 def self_test_model(engine: ModelEngine, backend: Backend, inputs: Callable[[StepColumns], StepInputs]) -> str:
     """Why this stage must not compute by `backend`; "" when it may. The KV cache is there, and nobody's yet.
 
-    inputs: the step's tensors for the backend. A long prompt in two chunks stands beside a short one, then both decode.
-    """
+    inputs: the step's tensors for the backend. A long prompt in two chunks stands beside a short one, then both decode."""
     rows, size = engine.rows, engine.rows.block_size
     most = min(engine.resolved.max_model_len - 4, engine.resolved.max_num_batched_tokens - 4)
     history = [Request((min(LONG, most // 2), min(100, most // 4), 1, 1), ()), Request((2, 1, 1, 1), ())][

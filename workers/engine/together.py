@@ -119,8 +119,7 @@ class Together:
         """How all take the step that begins; waits for their hosts, and no device. StepAborted.
 
         graph: it may be a CUDA graph here. across: its requests read what others of the step write, so it may not be halved.
-        rebalance: experts should move before it.
-        """
+        rebalance: experts should move before it."""
         halved = self.may_halve(step.t, uniform=step.uniform) and not across
         agreed = self._agree(step, graph=graph, micro_batches=halved, rebalance=rebalance)
         num_tokens, key = agreed.num_tokens, None

@@ -144,8 +144,7 @@ class TritonKit(TorchKit):
     def compile_ahead(self, engine: ModelEngine, report: ProgressReport) -> None:
         """Have the kernels of all dummy steps, none of which waits for them. What torch itself computes here is nonsense.
 
-        Every rank of a group does so, whether its kernels are cached or not: there are collectives in these steps.
-        """
+        Every rank of a group does so, whether its kernels are cached or not: there are collectives in these steps."""
         if engine.model.executor is not None:  # torch's compiler launches its own kernels
             return
         tuner = self._tuner(engine)

@@ -230,8 +230,7 @@ def in_order(
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor | None]:
     """Inputs sorted by their groups: codes, scales, zero points, the size of a group, and which inputs these are (None: as they were).
 
-    A rank's part of the inputs has some of each group: then groups are filled up to planes of 32, with weights that are zero.
-    """
+    A rank's part of the inputs has some of each group: then groups are filled up to planes of 32, with weights that are zero."""
     order = torch.argsort(groups, stable=True)
     regular = torch.arange(len(groups), device=groups.device) // size
     if torch.equal(groups[order], regular):

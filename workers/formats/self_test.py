@@ -53,8 +53,7 @@ def _result(found: Tensor, expected: Tensor) -> Result:
 def tested_packed(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     """The weight, with the kernels that may compute with it: those of its own tiles, bits, groups and scales are right.
 
-    NF4 is decoded for each product, which is faster than to look up each code (docs/quantization.md).
-    """
+    NF4 is decoded for each product, which is faster than to look up each code (docs/quantization.md)."""
     if weight.table is not None or dtype == torch.float32:
         return weight
     kind = weight.bits, weight.group, weight.zero, weight.zeros is None, weight.minima is None, weight.scales.dtype

@@ -59,8 +59,7 @@ class Recorder:
         """End a capture that has failed: its stream must not stay in it.
 
         Where CUDA refuses, torch leaves its allocators in the midst of the capture. The GPU's must be told, else it frees nothing any
-        more; the host's cannot be: it goes on asking the graph, and would refuse its pool.
-        """
+        more; the host's cannot be: it goes on asking the graph, and would refuse its pool."""
         try:
             graph.capture_end()
         except RuntimeError:
@@ -94,8 +93,7 @@ class Dispatcher:
 
         step_time: of this model, where contexts decide too. most_prompts: for which mixed graphs have room, where that is limited.
         long: numbers of requests of graphs for long contexts; none where those are no others. short_context: the longest of which
-        there are graphs for short ones.
-        """
+        there are graphs for short ones."""
         self._wanted = keys
         self._keep(keys)
         self.misses: Counter[str] = Counter()
@@ -122,8 +120,7 @@ class Dispatcher:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
         shared: its decodes share prefixes. A graph without that does, too, as long as there is no other.
-        A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it.
-        """
+        A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it."""
         decodes, mixed = self._halved if halves else (self._decodes, self._mixed)
         if uniform:
             fitting = [key for key in decodes if key.requests >= num_requests]
@@ -232,8 +229,7 @@ class Dispatcher:
         """The keys to capture at the start: those from which no step is far, or all.
 
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
-        their memory.
-        """
+        their memory."""
         longest = {key.requests: key for key in self._mixed}.values()
         some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
         return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
@@ -241,8 +237,7 @@ class Dispatcher:
     def make(self, key: Key) -> None:
         """Capture its graph; if that fails, its steps do without from now on.
 
-        Raises when there is no memory, and what a GPU says on which nothing works any more.
-        """
+        Raises when there is no memory, and what a GPU says on which nothing works any more."""
         if not any(made.kind == key.kind for made in self._graphs):
             self._rehearse(key)  # the first of its kind: what is loaded or allocated for all
         graph = self._attempt(key)

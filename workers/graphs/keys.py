@@ -17,37 +17,17 @@ from meshlm.runtime import graph_sizes
 from meshlm.workers.rows.step_columns import Contexts
 
 MAX_DECODES = 1024
-
-
 # as scheduler_proc/budget.py ends steps
 MIXED_TOKENS = [*range(graph_sizes.LEAST_MIXED, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512)]
-
-
 MIXED_REQUESTS = [72, 288]  # 64 and 256 streams, and one that is padding; larger ones for --max-num-seqs and one
-
-
 LONG_REQUESTS = [5, 9, 17, 33]  # behind long contexts: so few that these are split among programs
-
-
 LAUNCHES_S = 0.028  # twice what the host needs to launch a step kernel by kernel: longer steps need no graph
-
-
 STATES_LAUNCHES_S = 0.116  # ... of models with recurrent states, which have four times as many kernels
-
-
 LONG_LAUNCHES_S = 0.016  # ... or little more, where contexts are long: a graph for any requests is much slower
-
-
 # of ranks whose tokens travel to experts: prompts alone have more
 TOGETHER_TOKENS = [*MIXED_TOKENS, *range(4608, 8193, 512)]
-
-
 TOGETHER_LAUNCHES_S = 0.17  # what the host needs to launch such a step in halves: 2,600 kernels for 48 layers
-
-
 WHOLE, MODEL, HEAD = "", "model", "head"
-
-
 ANY, SHORT, LONG = "", "short", "long"
 
 
@@ -98,8 +78,7 @@ def graph_keys(
     """All graphs of a --cudagraph-mode. `sizes`: --cudagraph-capture-sizes, of decodes and of mixed steps; most_tokens:
     --max-cudagraph-capture-size. together: of ranks that step together; states: of a model with recurrent ones.
 
-    Without either, mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host.
-    """
+    Without either, mixed graphs end where a step of so many parameters takes the GPU longer than its launches take the host."""
     mixed, launches_s = MIXED_TOKENS, STATES_LAUNCHES_S if states else LAUNCHES_S
     if together:
         mixed, launches_s = TOGETHER_TOKENS, TOGETHER_LAUNCHES_S
@@ -159,8 +138,7 @@ def of_model(spec: ModelSpec, num_parameters: int, key_bytes: int) -> StepTime:
 def mode_of(worker: WorkerConfig, why_no_prompts: Callable[[], str]) -> tuple[str, str]:
     """The mode and, where it is not the one that was asked for, why.
 
-    why_no_prompts: why graphs must hold decodes alone; "" where they may hold prompts. Asked where it matters.
-    """
+    why_no_prompts: why graphs must hold decodes alone; "" where they may hold prompts. Asked where it matters."""
     asked = worker.cudagraph_mode
     if worker.enforce_eager:
         return "NONE", "--enforce-eager" if asked != "NONE" else ""
@@ -175,8 +153,7 @@ def steps_to_warm_up(
     decodes: list[int], rows: set[int], max_rows: int, longest_prompt: int, max_tokens: int
 ) -> Iterator[list[int]]:
     """Token counts of eager steps. decodes: numbers of requests whose decodes have all tiles of attention. rows: numbers of tokens
-    which have all kinds of products between them, each up to so many.
-    """
+    which have all kinds of products between them, each up to so many."""
     for count in decodes:  # each tile is a variant, and each has one beside prompts
         yield [1] * count
         yield [1] * min(count, max_rows - 1) + [3]
@@ -191,8 +168,7 @@ def steps_to_warm_up(
 def graphs_to_warm_up(keys: list[Key], rows: set[int], most: int) -> list[Key]:
     """One of the graphs of each kind: eager steps have neither lines that are in order nor one request more than may run.
 
-    rows: as for `steps_to_warm_up`, which have up to `most` tokens; with few requests the padding of a graph makes them more.
-    """
+    rows: as for `steps_to_warm_up`, which have up to `most` tokens; with few requests the padding of a graph makes them more."""
     decodes = [key for key in keys if key.uniform and key.contexts == ANY]
     short = [key for key in keys if key.contexts == SHORT]
     mixed: dict[int, Key] = {}

@@ -126,8 +126,7 @@ class LogitsSampler:
     def choose(self, hidden: Tensor, batch: StepInputs, *, masked: bool = False) -> None:
         """A token for each of hidden [l, hidden], as kernels can: bias, min_tokens, penalties, temperature, top-k, top-p, min-p.
 
-        Line i belongs to the request places[i] of the batch's columns, or i without places.
-        """
+        Line i belongs to the request places[i] of the batch's columns, or i without places."""
         assert batch.columns is not None
         self.keep(hidden)
         columns = (batch.columns.rows, batch.columns.starts, batch.columns.ends)

@@ -23,8 +23,7 @@ def packed(logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None 
     """For logits [p, vocab] and the tokens int64 [p] that came: logprob, rank, and the `width` likeliest (ids, then logprobs), or
     instead of these the tokens `chosen`, int64 [p, width].
 
-    int32 [p, 2 + 2 width] on their device, float32 by its bits: one copy brings all to the host.
-    """
+    int32 [p, 2 + 2 width] on their device, float32 by its bits: one copy brings all to the host."""
     logprobs = logits.float().log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1

@@ -30,8 +30,6 @@ from meshlm.workers.rows.extras.extra import StepExtra, StepFindings
 from meshlm.workers.rows.extras.prompt_results import Pooling
 
 SPARSE, COLBERT = "sparse_linear.pt", "colbert_linear.pt"
-
-
 LexicalHead = Callable[[Tensor, Pool], Tensor | None]
 """What a family makes of states float32 [n, hidden]: float32 [n, any]; None where the task is none of its own."""
 
@@ -179,8 +177,7 @@ Finish = Callable[[Tensor, Pool], Tensor]
 class Pooler:
     """Owned by the engine of a stage that has the last layer.
 
-    A prompt begins anew at position 0, whoever had its row before; so nobody has to say when a request goes.
-    """
+    A prompt begins anew at position 0, whoever had its row before; so nobody has to say when a request goes."""
 
     def __init__(self, finish: Finish) -> None:
         self._finish = finish

@@ -95,8 +95,7 @@ def sample_rows(step: StepColumns, columns: RowColumns) -> SampleRows:
 def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) -> Tensor:
     """Token ids int64 [l] for logits [l, vocab] (changed in place); an outcome (kernels/sample/outcomes.py) where none can be chosen.
 
-    `tokens` int32 [max_rows, len]: all tokens by row.
-    """
+    `tokens` int32 [max_rows, len]: all tokens by row."""
     rows = at.rows
     listed = np.flatnonzero(columns["has_lists"][rows])
     if len(listed):
@@ -292,8 +291,7 @@ class TorchHead:
     def logprobs(self, step: StepColumns, counts: I32 | None) -> list[Details]:
         """The log-probabilities that are asked for, of the tokens that rows get: `counts` of each request that samples, or one each.
 
-        Token by token, as if each were alone: equal logits are then in the same order whatever others ask for.
-        """
+        Token by token, as if each were alone: equal logits are then in the same order whatever others ask for."""
         if self._raw is None:
             return []
         raw, self._raw = self._raw, None

@@ -43,8 +43,7 @@ def partition(common: list[int]) -> list[Interval]:
     that save the most, where what has less in common than its neighbours is a place to cut.
 
     A cluster of k requests saves (k - 1) times its prefix. One is cut where it has the least in common, if the clusters within save
-    more than it does.
-    """
+    more than it does."""
     found: list[Interval] = []
     opened: list[tuple[int, int, int, list[Interval]]] = []  # in common, first, saved within, clusters within
     last = 0

@@ -34,8 +34,7 @@ class RowTable:
     """Row `max_rows` is the dummy of padding.
 
     A page of a group of which several layers share a tensor (`shares` by group) is so many virtual pages, and the block table names the
-    first. The block tables of a row grow together.
-    """
+    first. The block tables of a row grow together."""
 
     def __init__(
         self, max_rows: int, max_model_len: int, block_size: int, num_groups: int = 1, shares: tuple[int, ...] = ()

@@ -25,8 +25,7 @@ class Drafter(Protocol):
     """It is made with `tokens`, int32 [rows, width] on the host: a view of all rows' tokens, prompt and output. It reads a row's known
     ones alone, which do not change while the row is held. Called by the engine's thread.
 
-    The ranks of a group draft alike: the same calls give the same drafts, whatever the process, its hash seed and its clock.
-    """
+    The ranks of a group draft alike: the same calls give the same drafts, whatever the process, its hash seed and its clock."""
 
     def reset(self) -> None:
         """Forget all rows, and what was learned from earlier ones: a session begins, for all ranks alike."""

@@ -76,8 +76,7 @@ def check_tensors(tensors: Iterable[tuple[str, Source]], resolved: Resolved) -> 
 def check_finite(model: Decoder, where: str) -> None:
     """One bad number in the weights makes every answer garbage. ProcessFatal.
 
-    A sum is one pass over the memory and makes no copy; only one that is not finite itself is looked at again.
-    """
+    A sum is one pass over the memory and makes no copy; only one that is not finite itself is looked at again."""
     most_power = 140 if torch.get_default_dtype() == torch.float16 else 254  # 6 times 2^13 is a number of float16
     for name, parameter in model.named_parameters():
         if parameter.is_meta:  # of a module that is not being loaded

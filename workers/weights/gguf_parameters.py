@@ -142,8 +142,7 @@ class PackedParameter:
 def keep(model: Decoder, tensors: Iterable[tuple[str, Source]], *, exact: bool) -> dict[str, PackedParameter]:
     """The parameters of which all parts can stay encoded; in the model they become uint8, of the size that they will have.
 
-    exact: no product rounds its activations.
-    """
+    exact: no product rounds its activations."""
     rounded = not exact and self_test.rounds()
     parts: dict[str, dict[int | None, list[tuple[int, int, int | None]]]] = {}  # of each expert: first row, rows, form
     for found, source in _matrices(model, tensors):

@@ -181,8 +181,7 @@ def encoded_tensors(path: Path, spec: ModelSpec) -> Iterator[tuple[str, GGUFTens
     """Any quantisation that the gguf package decodes. All tensors can be read as long as one of them is kept. ProcessFatal.
 
     Tensors have Hugging Face's names; one that no model here has keeps its own. All are held against the file's size before the first
-    is read: reading past a mapped file's end is SIGBUS.
-    """
+    is read: reading past a mapped file's end is SIGBUS."""
     files = files_of(path)
     try:
         tensors = read_header(path, lambda name: False).tensors
@@ -275,8 +274,7 @@ def paired(
 ) -> Iterator[tuple[str, Any]]:
     """All tensors; both halves of a layer as the one that `join` makes of the layer's number and of them; a lone one keeps its name.
 
-    half: matches a half's whole name; its groups `layer` and `which` say of which layer it is, and which of both.
-    """
+    half: matches a half's whole name; its groups `layer` and `which` say of which layer it is, and which of both."""
     halves: dict[str, dict[str, tuple[str, GGUFTensorSource]]] = {}
     for name, source in tensors:
         match = half.fullmatch(name)

@@ -154,8 +154,7 @@ def by_expert(
 ) -> Iterator[tuple[str, Source]]:
     """The tensors, with one for each matrix in the place of each that holds those of all experts.
 
-    ProcessFatal names what is missing or wrong.
-    """
+    ProcessFatal names what is missing or wrong."""
     stems = {experts.gate_up: ("gate_proj", "up_proj"), experts.down: ("down_proj",)}
     pattern = re.compile(
         rf"(?:model\.)?(layers\.\d+)\.({'|'.join(map(re.escape, stems))})({_BLOCKS}|{_SCALES}|{_BIAS})?"

@@ -52,8 +52,7 @@ def load_model(
     """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
 
     plan: for packed weights; None: as --gguf-weights auto and --cpu-exact on a CPU, without decoded copies. prepare: else it has the
-    parameters that files fill.
-    """
+    parameters that files fill."""
     if resolved.spec.transformers is not None and prepare:
         return _of_transformers(resolved, device, seed, progress, shard)
     with default_dtype(DTYPES[resolved.dtype]):

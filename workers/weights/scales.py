@@ -116,8 +116,7 @@ def tensors_of(
 ) -> dict[str, ScaleTensor]:
     """By name. ProcessFatal names a weight that words or groups do not divide. ordinal: which projection of its product it is.
 
-    bias: the model has one here; AutoGPTQ has written biases of zeros too.
-    """
+    bias: the model has one here; AutoGPTQ has written biases of zeros too."""
     outputs, inputs = shape
     layer, each, stem = of_layer(scheme, inputs), 32 // scheme.bits, weight.removesuffix("weight")
     groups = layer.num_groups
@@ -330,8 +329,7 @@ def _bias(weight: str) -> str:
 def scale_rows(name: str, source: Source, found: ScaleTensor, part: WeightSlice) -> Tensor:
     """float32 for each row of a worker's part of the weight: [1, 1], [rows, 1] or [rows, groups]; of inputs [1]. ProcessFatal.
 
-    Of packed weights: see `packed_rows`.
-    """
+    Of packed weights: see `packed_rows`."""
     if found.scheme.weight == "group":
         return packed_rows(name, source, found, part)
     if found.parameter == "weight":

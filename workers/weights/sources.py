@@ -338,8 +338,7 @@ def _pickled(files: tuple[Path, ...]) -> Iterator[tuple[str, Source]]:
 class _Random(Source):
     """A dummy weight: small random numbers, the same for the same seed.
 
-    On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made.
-    """
+    On the CPU a part has the values that the whole tensor has there; on a GPU only the part is made."""
 
     def __init__(self, weight: Weight, device: torch.device, seed: int) -> None:
         self._name, self.shape, self._device, self._seed = weight.name, weight.shape, device, seed

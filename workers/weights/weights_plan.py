@@ -99,8 +99,7 @@ def pays(plan: WeightsPlan, weights: int, copy: int) -> tuple[bool, str]:
 def keep_values(model: Decoder, plan: WeightsPlan, weights: int, dtype: torch.dtype) -> int:
     """Has the packed layers of the model keep their values, where that pays; the bytes that these will take.
 
-    weights: bytes of the model's parameters as files fill them.
-    """
+    weights: bytes of the model's parameters as files fill them."""
     linears = [one for one in model.modules() if isinstance(one, Linear) and not isinstance(one, Matrix)]
     packed = [linear for linear in linears if isinstance(linear.format, PackedFormat)]
     if plan.device != "cuda" or not packed:
