@@ -12,6 +12,7 @@ it is here. Instead each step takes its share of the running requests: as many s
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from math import isfinite
 
 from meshlm.protocol.counts import SCHEDULER
@@ -67,6 +68,7 @@ class Batching:
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.now_ns = 0  # of the plan that is being made
+        self.begun: Callable[[Request], None] | None = None  # hears of each that starts and has a load
         self._trial = Trial(limits.max_crashes)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         max_rows = min(facts.max_num_seqs, limits.max_num_seqs)
@@ -108,6 +110,7 @@ class Batching:
         self.running.remove(request)
         request.move(RequestState.PREEMPTED)
         request.preempted_ns += (self.now_ns,)
+        request.num_looks = 0
         self._give_back(request)
         self.num_preemptions += 1
         self.counts.add("num_preemptions_by_reason", reason)
@@ -329,6 +332,8 @@ class Batching:
     def _start(self, builder: PlanBuilder, request: Request, at: int, num_cached: int) -> None:
         """Give the request, which has its first blocks, a row."""
         del self.waiting[at]
+        if request.load is not None and self.begun is not None:
+            self.begun(request)
         insort(self.running, request, key=self._key)
         request.row = self._free_rows.pop()
         if self.drafts is not None:

@@ -25,7 +25,7 @@ def planned(counts: Counts, duration_ns: int) -> None:
 
 def gauge(counts: Counts, kv: KVCache, running: list[Request], waiting: list[Request]) -> None:
     gauges = counts.gauges
-    deferred = sum(1 for r in waiting if r.waits is Wait.EXTRAS)
+    deferred = sum(1 for r in waiting if r.waits in (Wait.EXTRAS, Wait.KV))
     gauges["num_requests_waiting_by_reason"] = {"capacity": len(waiting) - deferred, "deferred": deferred}
     gauges["kv_cache_blocks"] = kv.pool.states()
     gauges["kv_cache_group_blocks"], fragmentation = kv.usage(running)

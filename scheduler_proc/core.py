@@ -39,6 +39,7 @@ from meshlm.protocol.wire.columns import ints, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
+from meshlm.scheduler_proc.connectors.transfers import Transfers
 from meshlm.scheduler_proc.estimates import Estimates
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.lockstep import Lockstep
@@ -73,6 +74,8 @@ class Scheduler:
         self.num_steps = 0
         self.estimates: Estimates | None = None  # with --enable-mfu-metrics
         self._next_step = 1
+        moves = limits.kv_transfer.moves
+        self.transfers = Transfers(limits, self.table, self.workers.all) if moves else None
 
     @property
     def requests(self) -> dict[RequestId, Request]:
@@ -122,6 +125,8 @@ class Scheduler:
                     self.lockstep.tell_again()
         if self.serving:
             effects += self.table.preparations.messages(self.session)
+        if self.transfers is not None:
+            effects += self.transfers.handle(event, output)
         effects += [Send(to, message) for to, message in output.messages(timings)]
         return effects
 
@@ -142,6 +147,8 @@ class Scheduler:
         if lockstep is not None:
             lockstep.stepped()
         plan, record = planned
+        if self.transfers is not None:
+            self.transfers.planned(plan)
         if self.estimates is not None and len(record.batch):
             self._estimate(self.estimates, plan)
         record.goes_on = goes_on
@@ -170,6 +177,8 @@ class Scheduler:
         if result.session != self.session or not self.inflight or self.inflight[0].step != result.step:
             return ()  # of an earlier session, or another worker's copy
         record = self._finished()
+        if self.transfers is not None:
+            self.transfers.computed(record.step)
         self.results.apply(record, result, output)
         self.results.time(record, result, output.now_ns)
         at = (record.planned_ns, result.received_ns, result.launched_ns, result.done_ns, output.now_ns)
@@ -282,6 +291,8 @@ class Scheduler:
         for request in self.requests.values():
             request.num_output_placeholders = 0
         self.table.preparations.begin()
+        if self.transfers is not None:
+            self.transfers.end()
 
     def _sleep_or_wake(self, operation: Operation, action: Sleep | WakeUp, now: float) -> list[Send]:
         """Workers do it at the beginning of a session of its own, when no step is in flight. An earlier wish is void."""
@@ -323,6 +334,8 @@ class Scheduler:
         before = self.batching
         self.table.batching = Batching(self.limits, common, self._rank, before)
         self.batching.restore(facts)
+        if self.transfers is not None:
+            self.transfers.begin(self.session, facts)
         for request in before.waiting:
             request.hashes = []
             self.batching.enqueue(request)
@@ -357,6 +370,8 @@ class Scheduler:
                 self._rank.move_planning(Planning.STOPPED)
                 if not self.serving:  # nothing is in flight
                     return self.operations.answer(operation)
+        if self.transfers is not None and isinstance(operation.action, CallWorkers):
+            self.transfers.rename(operation.id)
         return self.operations.send(operation)
 
     def _step_failed(self, failed: StepFailed, output: Output) -> list[Send]:
@@ -378,6 +393,8 @@ class Scheduler:
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.batching.check()
+        if self.transfers is not None:
+            self.transfers.check()
         queued = [*self.batching.running, *self.batching.waiting]
         assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, "the queues are not all requests"
         assert len(self.inflight) <= self._depth + 1

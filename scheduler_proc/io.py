@@ -50,6 +50,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         kv_events=config.kv_events.enabled,
         counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",
         num_stages=parallel.pipeline_parallel_size,
+        kv_transfer=config.kv_transfer,
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )
 

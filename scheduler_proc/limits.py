@@ -2,6 +2,8 @@
 
 from msgspec import Struct
 
+from meshlm.protocol.config import KVTransferConfig
+
 MAX_CRASHES = 2  # the first may be anybody's doing
 
 
@@ -27,3 +29,4 @@ class Limits(Struct, frozen=True, kw_only=True):
     kv_events: bool = False  # others follow what the prefix cache has (--kv-events-config)
     counts_drafts: bool = False  # of each request: detokenizers are told how many of its drafts were accepted
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own
+    kv_transfer: KVTransferConfig = KVTransferConfig()

@@ -36,6 +36,11 @@ class LoadReporter:
         one = Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, num_crashes)
         self.returned.append(one)
 
+    def hand_off(self, work: EngineRequest, detokenizer: Identity, incarnation: Incarnation) -> None:
+        """Its prompt is computed, and it goes on at a rank that decodes."""
+        one = Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, handed_off=True)
+        self.returned.append(one)
+
     def tell_all(self) -> None:
         """The next Load is due even without change."""
         self._last, self._tells_counts = None, True

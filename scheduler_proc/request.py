@@ -19,6 +19,7 @@ from meshlm.protocol.extras import Extra, generates, max_drafts, uncut_spans, wi
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
 from meshlm.runtime.process.events import check_transition
+from meshlm.scheduler_proc.connectors.load import Load
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.states import TRANSITIONS, RequestState, Wait
 
@@ -81,6 +82,11 @@ class Request:
     drafts: bytes = b""  # uint8[., 2]: tokens drafted and accepted, for its next row (Limits.counts_drafts)
     prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
     preparations: list[Preparation] = field(default_factory=list)  # of its extras
+    holder: Identity | None = None  # as in Assign, like the next one
+    hands_off: bool = False
+    load: Load | None = None  # that it waits for, or that keeps its KV; this and the next two are connectors/loads.py's
+    num_looks: int = 0  # how often its KV was looked for elsewhere, since it was preempted
+    pages_short: int = 0  # it is looked for again once so many pages are free
 
     def __post_init__(self, max_model_len: int) -> None:
         work, params = self.work, self.work.sampling
@@ -107,6 +113,8 @@ class Request:
             return Wait.RESULTS
         if self.preparations and any(one.missing for one in self.preparations):
             return Wait.EXTRAS
+        if self.load is not None and self.load.waits:
+            return Wait.KV
         return None
 
     @property

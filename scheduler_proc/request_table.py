@@ -4,7 +4,7 @@ Pure; owned by core.py, which calls it for each event that concerns requests. It
 and results.py brings their tokens. Whatever ends here is told to the coordinator through `load`.
 """
 
-from collections.abc import Collection, Container
+from collections.abc import Callable, Collection, Container
 
 from meshlm.protocol.edges.admit import Assign, EngineRequest, GiveBack, Readmit
 from meshlm.protocol.edges.step import RowFailed
@@ -34,6 +34,8 @@ class RequestTable:
         self.detokenizers = Detokenizers()
         self.load = LoadReporter(workers.rank)
         self.preparations = Preparations(workers.all)
+        self.leaving: list[Request] = []  # of Assign.hands_off, with their first token
+        self.removed: Callable[[Request], None] | None = None  # hears of each that is about to leave
 
     def assign(self, assign: Assign, output: Output) -> None:
         work = assign.work
@@ -51,6 +53,7 @@ class RequestTable:
             work, self.detokenizers.one_object(assign.detokenizer), assign.incarnation, self._limits.max_model_len
         )
         request.arrived_ns = output.now_ns
+        request.holder, request.hands_off = assign.holder, assign.hands_off
         self.by_id[work.request_id] = request
         self.preparations.add(request)
         self.batching.enqueue(request)
@@ -146,6 +149,8 @@ class RequestTable:
 
     def remove(self, request: Request) -> None:
         """Forgets a request as `drop` does, but the coordinator is not told that it ended."""
+        if self.removed is not None:
+            self.removed(request)
         self.batching.remove(request)
         self.preparations.remove(request)
         request.move(RequestState.FINISHED)
@@ -165,6 +170,11 @@ class RequestTable:
                 self.remove(request)
         for one in self.detokenizers.take_early(None if wanted.everything else wanted.request_ids):
             self.load.give_back(one.work, one.detokenizer, one.incarnation, one.work.num_crashes)
+
+    def hand_off(self, request: Request) -> None:
+        """It has its first token, and goes on at another rank."""
+        self.load.hand_off(request.work, request.detokenizer, request.incarnation)
+        self.remove(request)
 
     def still_there(self, detokenizer: Identity, asked: StillThere) -> list[Send]:
         """Tells a detokenizer which requests are not here, so that it admits them again: a coordinator may have died with that news."""

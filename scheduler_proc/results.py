@@ -76,6 +76,8 @@ class Results:
             if request.num_cached >= 0:
                 load.started.append(Started(request.work.request_id, request.num_cached))
                 box.first(row, request)
+                if request.hands_off:
+                    self._table.leaving.append(request)
             if length % block_size == 1:
                 batching.appended(request, length)
             if token in request.stop_ids:

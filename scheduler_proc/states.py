@@ -18,7 +18,8 @@ again: its mesh ends. None of these states ends a session, and none is ended by 
 A request is WAITING until the planner gives it a row and blocks; then it is RUNNING, whether its prompt or its output is computed. When
 others need its memory, or the workers lose it, it is PREEMPTED: it waits again with the tokens that it has. Every state may be left for
 FINISHED, once, and FINISHED for none. Others may pass one that waits while there is a `Wait`: steps that it was in have not ended yet,
-so that its tokens are not all known; or its workers have not prepared its extras (a grammar).
+so that its tokens are not all known; or its workers have not prepared its extras (a grammar); or KV of its tokens is looked for or
+loaded (connectors/load.py).
 """
 
 from enum import Enum
@@ -58,6 +59,7 @@ class Wait(Enum):
 
     RESULTS = "results"
     EXTRAS = "extras"
+    KV = "kv"
 
 
 State = Session | Planning | RequestState

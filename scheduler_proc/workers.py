@@ -90,12 +90,12 @@ class Workers:
         return self._disband("its workers were sent different plans")
 
     def ready(self, worker: Identity, ready: WorkerReady) -> list[WorkerReady]:
-        """The facts of all, when this was the last one to answer."""
+        """The facts of all, in their order, when this was the last one to answer."""
         if ready.session != self.session or self.rank.session is not Session.PREPARING:
             return []
         self._ready[worker] = ready
         self._answered()
-        return list(self._ready.values()) if self.rank.serves else []
+        return [self._ready[one] for one in self.all] if self.rank.serves else []
 
     def sleeps(self, worker: Identity, asleep: WorkerAsleep) -> None:
         """A worker sleeps. A scheduler that begins learns here that all are to."""

@@ -5,7 +5,7 @@ goes to the workers. It only grows. What no token can see any more is given back
 table stay, and mean nothing. Pure; owned by batching.py.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import gcd, inf
 
@@ -15,6 +15,7 @@ from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv import hashes
 from meshlm.scheduler_proc.kv.groups import Kind, kinds_of
 from meshlm.scheduler_proc.kv.pool import BlockPool
+from meshlm.scheduler_proc.kv.prefixes import Prefixes
 from meshlm.scheduler_proc.request import Request
 
 NEVER = 1 << 30  # blocks: of a request whose blocks are not cached any more
@@ -41,6 +42,7 @@ class KVCache:
         self.pool = BlockPool(num_pages)
         self._specs, self._step_tokens = specs or (FullAttention(),), step_tokens
         self._kinds = kinds_of(self._specs, block_size)
+        self.prefixes = Prefixes(self._kinds, self.pool, block_size)
         self.num_groups = len(self._specs)
         self._matched: Request | None = None  # the last one
         self._best = 0  # blocks of it that one kind at least had cached
@@ -51,8 +53,10 @@ class KVCache:
         self._paged = [kind for kind in self._kinds if not kind.carried]  # each block has a page of its own
         self._row_pages = sum(kind.width for kind in self._paged)
         self._every = gcd(*(kind.every for kind in self._carried))  # no row but its multiples has a page of its own
-        # Checkpoints of the step that is being planned: the request, the kind, the row and its pages.
+# Checkpoints of the step that is being planned: the request, the kind, the row and its pages.
         self._sending: list[tuple[Request, Kind, int, Sequence[BlockId]]] = []
+        # Gives back pages that are kept for a waiting request, but not for this one; False: there are none.
+        self.spare: Callable[[Request], bool] | None = None
         self._keeps_none = not pages_of(self._specs, block_size, block_size)
 
     @property
@@ -83,15 +87,19 @@ class KVCache:
         self.limited = {}
         if not (self.prefix_caching and request.work.reads_prefix_cache):
             return 0
+        found = self._longest_hit(self.usable_hashes(request))
+        if found:
+            self._take_cached(request, found)
+        return len(found) * self.block_size
+
+    def usable_hashes(self, request: Request) -> list[bytes]:
+        """The hashes of the blocks of which a request may use what is cached."""
         usable = len(request.tokens) - 1
         if not request.hashes:
             request.hashes = self._hashes_of_twin(request)
         hashes.extend(request.hashes, request.extra_keys, request.tokens, self.block_size, usable)
         self._matched = request
-        found = self._longest_hit(request.hashes[: usable // self.block_size])
-        if found:
-            self._take_cached(request, found)
-        return len(found) * self.block_size
+        return request.hashes[: usable // self.block_size]
 
     def _longest_hit(self, found: list[bytes]) -> list[bytes]:
         """The leading blocks of these that all kinds can serve."""
@@ -241,6 +249,8 @@ class KVCache:
             latest = self._freed_at_once - self.block_size  # a block at least was computed since they last gave back
             for other in [one for one in others if one.free_at - one.num_computed <= latest]:
                 self._free_unseen(other)
+        while count > self.pool.num_free and self.spare is not None and self.spare(request):
+            pass
         return count <= self.pool.num_free
 
     def _free_unseen(self, request: Request) -> None:

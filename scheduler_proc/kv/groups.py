@@ -36,11 +36,17 @@ class Kind:
         """Those of the rows from `begin` up to `end` behind which a checkpoint may be left."""
         return range(begin + (-begin - 1) % self.every, end, self.every)
 
+    def rows_behind(self, num_hit: int, end: int) -> Sequence[int]:
+        """The rows below `end` whose pages can make a hit of `num_hit` blocks a longer one."""
+        if self.carried:
+            return self.places(num_hit, end)
+        return range(self.first_needed((num_hit + 1) * self.block_size), end)
+
     def is_left(self, column: Sequence[BlockId]) -> bool:
         """Whether the page of such a row, the first of `column`, keeps the state behind it, which was computed."""
         return len(column) == 1 or column[1] != column[0]
 
-    def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], Sequence[BlockId] | None]) -> int:
+    def longest_hit(self, hashes: Sequence[bytes], find: Callable[[bytes], object | None]) -> int:
         """The most leading blocks of `hashes` after which a request can go on: all that its next token can see are cached."""
         end = len(hashes)
         while end:

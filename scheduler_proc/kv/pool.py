@@ -1,14 +1,16 @@
 """The pool of KV pages: who uses which, which may be reused, which hold a known prefix.
 
-A page is *used* (reference count > 0) or *free*. A free page may still hold a prefix: a hit takes it back. An allocation takes pages
-that hold none first, then the least recently used, whose key is dropped only then (lazy eviction). What is cached under one key is
-the pages of all groups of equal spec at one place of their tables: they are used and freed together, and the first of them that is
-given away takes the key with it. Pure; owned by cache.py.
+A page is *used* (reference count > 0) or *free*. Block tables and leases are references: a lease keeps pages that a load fills, or
+that others read, from being freed, evicted or given away. A free page may still hold a prefix: a hit takes it back. An allocation
+takes pages that hold none first, then the least recently used, whose key is dropped only then (lazy eviction). What is cached under one
+key is the pages of all groups of equal spec at one place of their tables: they are used and freed together, and the first of them that
+is given away takes the key with it. Pure; owned by cache.py.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
@@ -19,6 +21,13 @@ from meshlm.scheduler_proc.kv.residency import Residency
 
 class NoFreeBlocks(Exception):
     """Fewer blocks are free than were asked for; nothing was allocated."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Pages that are not to be freed, evicted or given away. It ends once."""
+
+    pages: list[BlockId]
 
 
 MAX_GHOSTS = 1 << 16  # keys of evicted pages that are kept, to know why a prefix is not found
@@ -33,6 +42,8 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, Sequence[BlockId]] = {}
+        self.leases: set[Lease] = set()
+        self.num_resets = 0  # of the prefix cache
         self.residency: Residency | None = None  # with --kv-cache-metrics
         self.events: CacheEvents | None = None  # with --kv-events-config
         self._ghosts: dict[bytes, None] = {}  # keys that were evicted, the newest last
@@ -87,6 +98,28 @@ class BlockPool:
                     self._fresh.append(block)
                 else:
                     self._reusable[block] = None
+
+    def lease(self, blocks: Iterable[BlockId]) -> Lease:
+        """Keeps these pages, which are cached or in use, as they are. All pages of a key are leased together."""
+        lease = Lease(list(blocks))
+        self.touch(lease.pages)
+        self.leases.add(lease)
+        return lease
+
+    def lease_new(self, count: int) -> Lease:
+        """Allocates `count` pages for a load to fill. NoFreeBlocks."""
+        lease = Lease(self.allocate(count))
+        self.leases.add(lease)
+        return lease
+
+    def end_lease(self, lease: Lease) -> None:
+        """Nobody reads or writes these pages from outside any more."""
+        self.leases.remove(lease)
+        self.free(lease.pages)
+
+    def holds_since_told(self, blocks: Iterable[BlockId]) -> bool:
+        """Whether what these cached pages hold is what they held at the last take_changes()."""
+        return self._remembered.keys().isdisjoint(blocks)
 
     def cache_block(self, key: bytes, blocks: Sequence[BlockId]) -> None:
         """These full pages hold this prefix. Others with the same content stay unknown."""
@@ -151,6 +184,7 @@ class BlockPool:
         """No page's content can be trusted any more."""
         if self.residency is not None:
             self.residency.forget()
+        self.num_resets += 1
         for key in list(self._cached):
             self._evict(key)
         if self.events is not None:
@@ -158,9 +192,9 @@ class BlockPool:
         self._ghosts.clear()
 
     def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
-        """AssertionError unless `tables` hold exactly the references there are, and free + used = all."""
+        """AssertionError unless `tables` and the leases hold exactly the references there are, and free + used = all."""
         counted = [0] * self.num_blocks
-        for table in tables:
+        for table in (*tables, *(lease.pages for lease in self.leases)):
             assert len(set(table)) == len(table), "a table holds a block twice"
             for block in table:
                 counted[block] += 1
