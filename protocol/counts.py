@@ -77,6 +77,16 @@ SCHEDULER: Mapping[str, Metric] = {
     "prefix_cache_limited_tokens": Metric(
         "counter", "Prompt tokens that other KV groups had, and this one had not.", "kv_group"
     ),
+    "external_prefix_cache_queries": Metric(
+        "counter", "Prompt tokens that the prefix cache lacked, and that were looked for in stores and at other ranks."
+    ),
+    "external_prefix_cache_hits": Metric("counter", "Tokens of these that were loaded from there."),
+    "kv_loads": Metric("counter", "Loads of KV blocks from elsewhere, by how they ended.", "outcome"),
+    "kv_loaded_blocks": Metric("counter", "KV blocks that were loaded, in each KV group."),
+    "kv_load_failed_blocks": Metric("counter", "KV blocks whose load failed, so that they were computed."),
+    "kv_saved_blocks": Metric("counter", "KV blocks that were saved, by where.", "to"),
+    "kv_offload_total_bytes": Metric("counter", "Bytes of KV pages that moved, by direction.", "transfer_type"),
+    "kv_offload_total_time": Metric("counter", "Seconds that KV pages took to move, by direction.", "transfer_type"),
     "spec_decode_num_drafts": Metric("counter", "Rows of steps that had drafted tokens."),
     "spec_decode_num_draft_tokens": Metric("counter", "Drafted tokens."),
     "spec_decode_num_accepted_tokens": Metric("counter", "Drafted tokens that were accepted."),

@@ -13,7 +13,6 @@ from meshlm.protocol.edges.step import (
     ExtraReady,
     LastPlan,
     StepFailed,
-    StepPlan,
     StepResult,
     WorkerAsleep,
     WorkerReady,
@@ -35,7 +34,7 @@ from meshlm.protocol.operations import (
     WakeUp,
 )
 from meshlm.protocol.sleeping import AWAKE, after
-from meshlm.protocol.wire.columns import ints, unpack_i32
+from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.batching import Batching
@@ -74,8 +73,7 @@ class Scheduler:
         self.num_steps = 0
         self.estimates: Estimates | None = None  # with --enable-mfu-metrics
         self._next_step = 1
-        moves = limits.kv_transfer.moves
-        self.transfers = Transfers(limits, self.table, self.workers.all) if moves else None
+        self.transfers = Transfers(self.table, limits, self.workers.all) if limits.kv_transfer.moves else None
 
     @property
     def requests(self) -> dict[RequestId, Request]:
@@ -150,7 +148,7 @@ class Scheduler:
         if self.transfers is not None:
             self.transfers.planned(plan)
         if self.estimates is not None and len(record.batch):
-            self._estimate(self.estimates, plan)
+            self.estimates.count(plan, self.batching.counts)
         record.goes_on = goes_on
         self._next_step += 1
         self.num_steps += 1
@@ -189,13 +187,6 @@ class Scheduler:
         if self.lockstep is not None:
             self.lockstep.finished()
         return self.inflight.popleft()
-
-    def _estimate(self, estimates: Estimates, plan: StepPlan) -> None:
-        starts = ints(plan.starts)
-        counts = ints(plan.counts) if plan.counts else [1] * len(starts)
-        samples = sum(plan.samples) if plan.samples else len(starts)
-        for name, amount in estimates.of_step(starts, counts, samples)._asdict().items():
-            self.batching.counts.add(f"estimated_{name}_per_gpu", amount=amount)
 
     def _received(self, event: Received, output: Output) -> list[Send]:
         match event.message:
@@ -288,9 +279,7 @@ class Scheduler:
         self.results.begin()
         for request in list(self.batching.running):
             self.batching.preempt(request, "worker_lost")
-        for request in self.requests.values():
-            request.num_output_placeholders = 0
-        self.table.preparations.begin()
+        self.table.lose_workers()
         if self.transfers is not None:
             self.transfers.end()
 

@@ -7,8 +7,11 @@ writes; norms, activations between layers and communication are left out, as the
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.layers import Attention, LayerSpec
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.wire.columns import ints
+from meshlm.runtime.process.counts import Counts
 
 _BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0}
 
@@ -70,6 +73,14 @@ class Estimates:
         up = mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         index = (mla.q_lora_rank * mla.index_n_heads + hidden) * mla.index_head_dim + hidden * mla.index_n_heads
         return down + index + hidden * mla.down + up + heads * mla.v_head_dim * hidden
+
+    def count(self, plan: StepPlan, counts: Counts) -> None:
+        """Adds what a step that has requests asks of one device."""
+        starts = ints(plan.starts)
+        tokens = ints(plan.counts) if plan.counts else [1] * len(starts)
+        samples = sum(plan.samples) if plan.samples else len(starts)
+        for name, amount in self.of_step(starts, tokens, samples)._asdict().items():
+            counts.add(f"estimated_{name}_per_gpu", amount=amount)
 
     def of_step(self, starts: Sequence[int], counts: Sequence[int], num_samples: int) -> Estimate:
         """The step computes, of each request, so many tokens from its start on."""

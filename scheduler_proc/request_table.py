@@ -157,6 +157,12 @@ class RequestTable:
         del self.by_id[request.work.request_id]
         self.load.live_tokens -= len(request.tokens) - request.num_given
 
+    def lose_workers(self) -> None:
+        """What is under way for requests never comes, and the next workers have prepared nothing."""
+        for request in self.by_id.values():
+            request.num_output_placeholders = 0
+        self.preparations.begin()
+
     def give_back(self, wanted: GiveBack) -> None:
         """Drop what does not run and has not started, so that it may go elsewhere; without workers, what had started too."""
         leaving = (

@@ -71,6 +71,7 @@ class Load:
     is_wanted: bool  # whatever it costs: another has computed these blocks for this request
     num_resets: int  # of the pool
     state: LoadState = LoadState.ASKED
+    num_hit: int = 0  # blocks that were cached when it began to move
     chosen: dict[Key, Source] = field(default_factory=dict)  # what is copied, in the order of the pages of `lease`
     lease: Lease | None = None  # pages that are copied into, or what is kept cached
     present: Lease | None = None  # cached pages before and between these, while it moves

@@ -117,6 +117,7 @@ class Loads:
                 request.pages_short = num_pages.total()
             self._over(load, "no_room")
         else:
+            load.num_hit = begin
             self._move(load, now_ns)
 
     def _lease(self, load: Load, needed: Sequence[Key]) -> bool:
@@ -215,6 +216,8 @@ class Loads:
         pool.end_lease(lease)
         pool.end_lease(present)
         counts.add("kv_loaded_blocks", amount=num_loaded)
+        num_blocks = max(0, self._session.kv.prefixes.reach(load.hashes) - load.num_hit)
+        counts.add("external_prefix_cache_hits", amount=num_blocks * self._session.kv.block_size)
         if load.failed:
             counts.add("kv_load_failed_blocks", amount=len(load.failed))
             self._fail(load, f"{len(load.failed)} of {len(load.chosen)} blocks: {next(iter(load.failed.values()))}")

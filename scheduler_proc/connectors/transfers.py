@@ -56,7 +56,7 @@ class _Session:
 class Transfers:
     """`table` has the requests; they wait for loads there, and end or leave there."""
 
-    def __init__(self, limits: Limits, table: RequestTable, workers: list[Identity]) -> None:
+    def __init__(self, table: RequestTable, limits: Limits, workers: list[Identity]) -> None:
         self._config, self._table, self._workers = limits.kv_transfer, table, workers
         self._session: _Session | None = None
         self._rates, self._numbers = Rates(), count(1)

@@ -53,7 +53,7 @@ class KVCache:
         self._paged = [kind for kind in self._kinds if not kind.carried]  # each block has a page of its own
         self._row_pages = sum(kind.width for kind in self._paged)
         self._every = gcd(*(kind.every for kind in self._carried))  # no row but its multiples has a page of its own
-# Checkpoints of the step that is being planned: the request, the kind, the row and its pages.
+        # Checkpoints of the step that is being planned: the request, the kind, the row and its pages.
         self._sending: list[tuple[Request, Kind, int, Sequence[BlockId]]] = []
         # Gives back pages that are kept for a waiting request, but not for this one; False: there are none.
         self.spare: Callable[[Request], bool] | None = None
