@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.admit import Assign
+from meshlm.protocol.edges.kv import PagesMoved, PagesOpened
 from meshlm.protocol.edges.step import StepFailed, StepPlan, StepResult
 from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
@@ -145,9 +146,20 @@ class SchedulerApp(App):
         assert self._mesh is not None or self._core is None
         if isinstance(message, StepFailed) and self._core is not None and message.session == self._core.session:
             self._say_lost(message.message, 1)
+        if isinstance(message, PagesMoved | PagesOpened) and self._mesh is not None:
+            self._say_pages(peer, message)
         incarnation = self._mesh.incarnation_of(peer) if self._mesh is not None else Incarnation(0)
         name = message.work.request_id if isinstance(message, Assign) else ""
         in_hand.holding(name, self._do, Received(peer, incarnation, message))
+
+    def _say_pages(self, peer: Identity, message: PagesMoved | PagesOpened) -> None:
+        """Pages that did not move: whatever was to be loaded is computed, and nothing waits for it."""
+        assert self._mesh is not None
+        match message:
+            case PagesOpened(failed=failed) if failed:
+                self._mesh.log.warning("the store keeps no KV pages of this rank", store=str(peer), reason=failed)
+            case PagesMoved(failed=failed, message=text) if failed:
+                self._mesh.log.warning("KV pages were not copied", worker=str(peer), pages=len(failed) // 4, reason=text)
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))

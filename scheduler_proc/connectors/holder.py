@@ -12,7 +12,7 @@ from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import BlockId, Identity
 from meshlm.scheduler_proc.connectors.session import LEASE_NS, PageSession
 from meshlm.scheduler_proc.connectors.settled import Settled
-from meshlm.scheduler_proc.kv.pool import Lease
+from meshlm.scheduler_proc.kv.lease import Lease
 
 
 @dataclass(slots=True, eq=False)

@@ -19,8 +19,7 @@ from enum import Enum
 from meshlm.protocol.edges.kv import PageMemory
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.process.events import check_transition
-from meshlm.scheduler_proc.kv.pool import BlockPool, Lease
-from meshlm.scheduler_proc.kv.prefixes import Key
+from meshlm.scheduler_proc.kv.lease import Key, Lease
 
 
 class LoadState(Enum):
@@ -63,7 +62,6 @@ class Source:
 class Load:
     """Plain data; loads.py changes it."""
 
-    pool: BlockPool
     hashes: list[bytes]  # of the blocks of a text
     asked: list[Key]
     sources: list[Source]
@@ -86,10 +84,3 @@ class Load:
         """Change state. InvalidTransition when the table has no such entry."""
         check_transition(TRANSITIONS, self.state, state, "a load of KV")
         self.state = state
-
-    def release(self) -> None:
-        """What it keeps is merely cached from now on. Of a load that is LOADED."""
-        self.move(LoadState.OVER)
-        if self.lease is not None:
-            self.pool.end_lease(self.lease)
-            self.lease = None

@@ -15,8 +15,7 @@ from meshlm.scheduler_proc.connectors.rates import Rates
 from meshlm.scheduler_proc.connectors.session import LEASE_NS, PageSession
 from meshlm.scheduler_proc.connectors.settled import Settled
 from meshlm.scheduler_proc.connectors.sources import ask, sources_of, take_answer
-from meshlm.scheduler_proc.kv.pool import Lease
-from meshlm.scheduler_proc.kv.prefixes import Key
+from meshlm.scheduler_proc.kv.lease import Key, Lease
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.states import Wait
 
@@ -72,7 +71,7 @@ class Loads:
             return
         for source in sources:
             ask(session, source, keys)
-        load = Load(session.pool, hashes, keys, sources, now_ns, is_wanted, session.pool.num_resets)
+        load = Load(hashes, keys, sources, now_ns, is_wanted, session.pool.num_resets)
         self._requests[load], request.load = [request], load
         self._sources.update({source.number: (load, source) for source in sources})
         self._coming.update(dict.fromkeys(keys, load))
@@ -224,7 +223,7 @@ class Loads:
         counts.add("kv_loads", "failed" if load.failed else "loaded")
         load.move(LoadState.LOADED)
         if not self._requests[load]:
-            load.release()
+            self._release(load)
         self._let_go(load, self._requests[load][1:])
 
     def _fail(self, load: Load, why: str) -> None:
@@ -239,6 +238,13 @@ class Loads:
         load.move(LoadState.OVER)
         self._let_go(load, self._requests[load])
         self._session.counts.add("kv_loads", outcome)
+
+    def _release(self, load: Load) -> None:
+        """What it keeps is merely cached from now on."""
+        assert load.lease is not None
+        load.move(LoadState.OVER)
+        self._session.pool.end_lease(load.lease)
+        load.lease = None
 
     def _let_go(self, load: Load, requests: Iterable[Request]) -> None:
         """These wait no longer."""
@@ -258,7 +264,7 @@ class Loads:
         if load is None:
             return
         if load.state is LoadState.LOADED:
-            load.release()
+            self._release(load)
         self._let_go(load, [request])
         if load.state is LoadState.ASKED and not self._requests[load]:
             self._over(load, "dropped")
@@ -267,7 +273,7 @@ class Loads:
         """Memory is short: the last of those that wait merely hopes that its blocks stay cached."""
         for load, requests in reversed(self._requests.items()):
             if load.state is LoadState.LOADED and wanting not in requests:
-                load.release()
+                self._release(load)
                 self._let_go(load, requests)
                 return True
         return False
@@ -315,7 +321,7 @@ class Loads:
                 self._over(load, "reset")
                 continue
             if load.state is LoadState.LOADED:
-                load.release()
+                self._release(load)
             self._let_go(load, requests)
 
     def end(self) -> None:

@@ -13,8 +13,7 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.scheduler_proc.connectors.moves import MOVE_NS, Move, Moves
 from meshlm.scheduler_proc.connectors.session import STORE, PageSession
 from meshlm.scheduler_proc.connectors.settled import Settled
-from meshlm.scheduler_proc.kv.pool import Lease
-from meshlm.scheduler_proc.kv.prefixes import Key
+from meshlm.scheduler_proc.kv.lease import Key, Lease
 
 MOST_LEASED = 8  # one page of the pool in so many is being saved, at most
 BATCH = 256  # keys of an offer

@@ -9,7 +9,7 @@ from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.scheduler_proc.connectors.load import Source
 from meshlm.scheduler_proc.connectors.session import STORE, PageSession
-from meshlm.scheduler_proc.kv.prefixes import Key
+from meshlm.scheduler_proc.kv.lease import Key
 from meshlm.scheduler_proc.request import Request
 
 

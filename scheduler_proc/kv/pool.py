@@ -10,24 +10,17 @@ is given away takes the key with it. Pure; owned by cache.py.
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
 from meshlm.protocol.wire.ids import BlockId
 from meshlm.scheduler_proc.kv.events import CacheEvents
+from meshlm.scheduler_proc.kv.lease import Lease
 from meshlm.scheduler_proc.kv.residency import Residency
 
 
 class NoFreeBlocks(Exception):
     """Fewer blocks are free than were asked for; nothing was allocated."""
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """Pages that are not to be freed, evicted or given away. It ends once."""
-
-    pages: list[BlockId]
 
 
 MAX_GHOSTS = 1 << 16  # keys of evicted pages that are kept, to know why a prefix is not found

@@ -1,17 +1,10 @@
 """Prefixes of which some pages are cached and others lie elsewhere: which keys would make a hit longer. Pure; owned by cache.py."""
 
 from collections.abc import Container, Sequence
-from typing import NamedTuple
 
 from meshlm.scheduler_proc.kv.groups import Kind
+from meshlm.scheduler_proc.kv.lease import Key
 from meshlm.scheduler_proc.kv.pool import BlockPool
-
-
-class Key(NamedTuple):
-    """What is cached under one key: the pages of all groups of a kind at one place of their tables."""
-
-    key: bytes
-    width: int  # pages
 
 
 class Prefixes:
@@ -31,6 +24,11 @@ class Prefixes:
 
     def absent(self, hashes: Sequence[bytes], num_hit: int) -> list[Key]:
         """Keys of these blocks that are not cached, and with which a hit could be longer than `num_hit`, in the order of tokens."""
+        keys = self._absent(hashes, num_hit)
+        end = self.reach(hashes, {key.key for key in keys})  # with states, behind a place of theirs
+        return keys if end == len(hashes) else self._absent(hashes[:end], num_hit)
+
+    def _absent(self, hashes: Sequence[bytes], num_hit: int) -> list[Key]:
         end = len(hashes)
         behind = [kind.rows_behind(num_hit, end) for kind in self._kinds]
         return [

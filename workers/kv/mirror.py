@@ -4,6 +4,8 @@ Plans bring the changes; `WorkerReady` gives all of it to the next scheduler, wh
 that the requests that it takes up again find their tokens computed. Owned by io.py.
 """
 
+from collections.abc import Iterable
+
 from meshlm.protocol.edges.step import HASH_BYTES, StepPlan
 from meshlm.protocol.wire.columns import ints, pack_i32
 
@@ -30,6 +32,11 @@ class PrefixCacheMirror:
             for nth, block in enumerate(ints(plan.remembered)):
                 self._hashes.pop(block, None)  # it counts as the latest now
                 self._hashes[block] = plan.hashes[nth * HASH_BYTES : (nth + 1) * HASH_BYTES]
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """These are about to be overwritten from outside: whoever comes next finds nothing there, unless a plan says so again."""
+        for block in blocks:
+            self._hashes.pop(block, None)
 
     def spoil(self) -> None:
         """A step failed: what it and those after it should have written is not there. Nothing is kept of this session."""

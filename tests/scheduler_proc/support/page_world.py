@@ -1,0 +1,493 @@
+"""Ranks whose pages move between their devices, a store and a connector; all memory knows what was written there.
+
+A slot of memory holds what its token's keys and values are made of: the group, the version of the weights, the salt and all tokens so
+far. A worker that computes a token looks at all that the token sees; a copy takes a page at a time, between any other events.
+"""
+
+from collections import deque
+from hashlib import sha256
+from typing import Any
+
+from kv_device import BLOCK, FULL
+from page_store import PageStore
+
+from meshlm.protocol.config import KVTransferConfig
+from meshlm.protocol.edges.admit import AbortRequests, Assign, EngineRequest, Load
+from meshlm.protocol.edges.kv import KEY_BYTES, NOT_HERE, FindPages, MovePages, PageMemory, PagesFound, PagesMoved
+from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
+from meshlm.protocol.edges.token import TokenDeltas
+from meshlm.protocol.kv import ChunkedAttention, KVSpec, RecurrentState, SlidingWindow
+from meshlm.protocol.operations import CallWorkers, Operation, OperationDone, OperationId, ResetPrefixCache
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Handle, Identity, Incarnation, RequestId, Role
+from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
+from meshlm.scheduler_proc.core import Scheduler
+from meshlm.scheduler_proc.limits import Limits
+from meshlm.workers.kv.mirror import PrefixCacheMirror
+
+DETOKENIZER, STORE = Identity(Role.DETOKENIZER), Identity(Role.STORE)
+CONNECTOR = "shelf"
+Slots = dict[int, list[object]]  # page -> what each of its slots holds
+
+
+def next_token(tokens: list[int]) -> int:
+    return sum((place + 1) * token for place, token in enumerate(tokens)) % 3
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class Copy:
+    """One MovePages of one worker, under way."""
+
+    def __init__(self, move: MovePages) -> None:
+        self.move, self.at = move, 0
+        self.failed: list[int] = []
+        self.pages, self.there = ints(move.pages), ints(move.there)
+
+
+class Worker:
+    """Memory of a device, and rows."""
+
+    def __init__(self, world: "World", identity: Identity, incarnation: int) -> None:
+        self.world, self.identity, self.incarnation = world, identity, Incarnation(incarnation)
+        self.pages: Slots = {page: [None] * BLOCK for page in range(world.num_pages)}
+        self.path = f"{identity} {incarnation}"
+        world.memory[self.path] = self.pages
+        self.rows: dict[int, tuple[list[int], list[int], str]] = {}  # tokens, blocks, salt
+        self.mirror = PrefixCacheMirror()
+        self.inbox: deque[Any] = deque()
+        self.copies: list[Copy] = []
+        self.names: dict[int, bytes] = {}  # its namespace when a copy was begun, by number
+        self.session = 0
+        self.version = b"v" * 16
+        self.done: set[str] = set()
+
+    def ready(self) -> WorkerReady:
+        world = self.world
+        memory = PageMemory(self.path, world.num_pages, ())
+        facts = (self.session, world.num_pages, BLOCK, 8, 16, 3, *self.mirror.columns())
+        return WorkerReady(*facts, kv_specs=world.specs, page_bytes=64, namespace=self.version, pages=memory)
+
+    def take(self, message: Any) -> list[Any]:
+        """Its answers."""
+        match message:
+            case Reset():
+                self.copies.clear()
+                self.rows.clear()
+                self.session = message.session
+                return [self.ready()]
+            case StepPlan():
+                return [self.run(message)]
+            case MovePages():
+                if message.is_load:
+                    self.mirror.forget(ints(message.pages))
+                self.copies.append(Copy(message))
+                self.names[message.number] = self.version
+            case FindPages():
+                return [self.find(message)]
+            case Operation():
+                if isinstance(message.action, CallWorkers) and message.id not in self.done:
+                    self.version = sha256(self.version + message.id.encode()).digest()[:16]
+                self.done.add(message.id)
+                self.mirror.reset_prefix_cache()
+                return [OperationDone(message.id)]
+        return []
+
+    def find(self, asked: FindPages) -> PagesFound:
+        pages: list[int] = []
+        for nth, width in enumerate(asked.widths):
+            key = asked.keys[nth * KEY_BYTES : (nth + 1) * KEY_BYTES]
+            has = all((asked.namespace, key, place) in self.shelf for place in range(width))
+            pages += [0 if has else NOT_HERE] * width
+        return PagesFound(asked.number, pack_i32(pages), session=asked.session)
+
+    @property
+    def shelf(self) -> dict[Any, list[object]]:
+        return self.world.shelves[self.identity.index % self.world.num_workers]
+
+    def copy(self, *, fails: bool = False) -> list[PagesMoved]:
+        """The next page of its oldest copy."""
+        copy = self.copies[0]
+        move, at, page = copy.move, copy.at, copy.pages[copy.at]
+        if fails or self.world.now * 1e9 > move.deadline_ns > 0:
+            copy.failed.append(at)
+        elif move.memory is None:
+            width_at = len([key for key in self._keys(move)[:at] if key == self._keys(move)[at]])
+            place = (self.names[move.number], self._keys(move)[at], width_at)
+            if move.is_load:
+                self.pages[page][:] = self.shelf[place]
+            else:
+                self.shelf[place] = list(self.pages[page])
+        else:
+            other = self.world.memory[move.memory.path][copy.there[at]]
+            source, target = (other, self.pages[page]) if move.is_load else (self.pages[page], other)
+            target[:] = source
+        copy.at += 1
+        if copy.at < len(copy.pages):
+            return []
+        self.copies.pop(0)
+        message = "it failed" if copy.failed else ""
+        return [PagesMoved(move.session, move.number, pack_i32(copy.failed), 64 * copy.at, 1000, message)]
+
+    def _keys(self, move: MovePages) -> list[bytes]:
+        return [move.keys[at : at + KEY_BYTES] for at in range(0, len(move.keys), KEY_BYTES)]
+
+    # --- steps ---
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.mirror.apply(plan)
+        width = len(self.world.specs)
+        for row in ints(plan.removed_rows):
+            del self.rows[row]
+        for new in plan.new_rows:
+            self.rows[new.row] = (
+                ints(new.token_ids),
+                ints(new.block_ids),
+                self.world.salts[plan.session, plan.step, new.row],
+            )
+        grown = ints(plan.block_ids)
+        for nth, row in enumerate(ints(plan.block_rows)):
+            self.rows[row][1].extend(grown[nth * width : (nth + 1) * width])
+        rows, starts = ints(plan.rows), ints(plan.starts)
+        counts = ints(plan.counts) or [1] * len(rows)
+        samples = plan.samples or b"\x01" * len(rows)
+        batch = list(zip(rows, starts, counts, strict=True))
+        for row, start, _ in batch:
+            self._goes_on(row, start)
+        for row, start, count in sorted(batch, key=lambda one: one[1]):
+            self._write(row, start, count)
+        for row, start, count in batch:
+            self._sees(row, start)
+            self._sees(row, start + count - 1)
+        tokens = []
+        for row, sampled in zip(rows, samples, strict=True):
+            if sampled:
+                known = self.rows[row][0]
+                known.append(next_token(known))
+                tokens.append(known[-1])
+        return StepResult(plan.session, plan.step, pack_i32(tokens), done_ns=1)
+
+    def _slot(self, row: int, group: int, position: int) -> tuple[list[object], int]:
+        blocks = self.rows[row][1]
+        return self.pages[blocks[position // BLOCK * len(self.world.specs) + group]], position % BLOCK
+
+    def _content(self, row: int, group: int, position: int) -> object:
+        tokens, _, salt = self.rows[row]
+        return (group, self.version, salt, tuple(tokens[: position + 1]))
+
+    def _write(self, row: int, start: int, count: int) -> None:
+        for position in range(start, start + count):
+            for group in range(len(self.world.specs)):
+                page, at = self._slot(row, group, position)
+                page[at] = self._content(row, group, position)
+
+    def _goes_on(self, row: int, start: int) -> None:
+        for group, spec in enumerate(self.world.specs):
+            if isinstance(spec, RecurrentState) and start:
+                page, at = self._slot(row, group, start - 1)
+                assert page[at] == self._content(row, group, start - 1), "a wrong state"
+
+    def _sees(self, row: int, position: int) -> None:
+        for group, spec in enumerate(self.world.specs):
+            if isinstance(spec, RecurrentState):
+                continue
+            first = max(0, position - spec.window + 1) if isinstance(spec, SlidingWindow) else 0
+            first = position // spec.chunk * spec.chunk if isinstance(spec, ChunkedAttention) else first
+            for key in range(first, position):
+                page, at = self._slot(row, group, key)
+                assert page[at] == self._content(row, group, key), f"{spec}: {position} sees a wrong {key}"
+
+
+class Ask:
+    """A request of a client."""
+
+    def __init__(self, prompt: list[int], salt: str, max_tokens: int) -> None:
+        self.prompt, self.salt, self.max_tokens = prompt, salt, max_tokens
+        self.tokens: list[int] = []
+        self.attempt, self.rank, self.handle, self.is_over = 0, 0, 0, False
+
+
+class World:
+    """Schedulers, their workers, a store, and links whose messages arrive when `deliver` says so."""
+
+    def __init__(
+        self,
+        num_ranks: int = 2,
+        num_workers: int = 1,
+        num_pages: int = 40,
+        specs: tuple[KVSpec, ...] = (FULL,),
+        store_pages: int = 0,
+        connector: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.num_workers, self.num_pages, self.specs, self.now = num_workers, num_pages, specs, 1.0
+        self.memory: dict[str, Slots] = {}
+        self.shelves: list[dict[Any, list[object]]] = [{} for _ in range(num_workers)]
+        self.salts: dict[tuple[int, int, int], str] = {}
+        self.links: dict[tuple[Identity, Identity], deque[Any]] = {}
+        self.asks: dict[str, Ask] = {}
+        self.by_handle: dict[int, Ask] = {}
+        self.handles = 0
+        self.lives: dict[Identity, int] = {}
+        self.failed: dict[str, str] = {}
+        self.handed_off = 0
+        self.config = KVTransferConfig(
+            kv_offloading_size=1.0 if store_pages else None,
+            connectors=(CONNECTOR,) if connector else (),
+            num_prefill_ranks=1 if num_ranks > 1 else 0,
+            **changes,
+        )
+        self.store = PageStore(self, store_pages) if store_pages else None
+        self.cores: list[Scheduler] = []
+        self.workers: list[list[Worker]] = []
+        for rank in range(num_ranks):
+            first = rank * num_workers
+            self.workers.append([Worker(self, Identity(Role.WORKER, first + n), 1) for n in range(num_workers)])
+            self.cores.append(self._core(rank))
+        for rank in range(num_ranks):
+            self._meet(rank)
+        self.settle()
+
+    def _core(self, rank: int) -> Scheduler:
+        limits = Limits(
+            max_model_len=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            num_workers=self.num_workers,
+            first_worker=rank * self.num_workers,
+            kv_transfer=self.config,
+        )
+        return Scheduler(limits)
+
+    def _meet(self, rank: int) -> None:
+        """A scheduler that begins meets all others."""
+        others = [Identity(Role.SCHEDULER, other) for other in range(len(self.cores)) if other != rank]
+        stores = [STORE] if self.store is not None else []
+        for peer in (DETOKENIZER, COORDINATOR, *others, *stores, *(one.identity for one in self.workers[rank])):
+            self.event(rank, PeerUp(peer, self.life(peer)))
+
+    def life(self, peer: Identity) -> Incarnation:
+        return Incarnation(self.lives.get(peer, 1))
+
+    # --- events ---
+
+    def event(self, rank: int, event: Event) -> None:
+        self.now += 0.001
+        core = self.cores[rank]
+        self._take(rank, core.handle(event, self.now))
+        core.check()
+        while sends := core.plan(int(self.now * 1e9)):
+            plan = sends[0].message
+            assert isinstance(plan, StepPlan)
+            for request in core.batching.running:
+                self.salts[plan.session, plan.step, request.row] = request.work.cache_salt
+            self._take(rank, sends)
+            core.check()
+        self._take(rank, core.report())
+
+    def _take(self, rank: int, sends: list[Send]) -> None:
+        me = Identity(Role.SCHEDULER, rank)
+        for send in sends:
+            match send.message:
+                case TokenDeltas() as deltas:
+                    self._deltas(deltas)
+                case Load() as load:
+                    for one in load.returned:
+                        ask = self.by_handle[one.handle]
+                        if one.handed_off and ask.handle == one.handle:
+                            self.handed_off += 1
+                            self._assign(one.request_id, (rank + 1) % len(self.cores), holder=me)
+                case _ if send.to.role is Role.COORDINATOR:
+                    pass
+                case _:
+                    self.links.setdefault((me, send.to), deque()).append(send.message)
+
+    def _deltas(self, deltas: TokenDeltas) -> None:
+        handles, tokens = ints(deltas.handles), ints(deltas.token_ids)
+        counts, at = ints(deltas.counts) or [1] * len(handles), 0
+        for handle, start, count in zip(handles, ints(deltas.starts), counts, strict=True):
+            ask = self.by_handle[handle]
+            assert ask.handle == handle, "an attempt that was over"
+            assert start == len(ask.tokens), "a token lost or repeated"
+            ask.tokens += tokens[at : at + count]
+            at += count
+        for end in deltas.ended:
+            ask = self.by_handle[handles[end.row]]
+            assert not ask.is_over
+            ask.is_over = True
+            if end.reason is FinishReason.ERROR:
+                self.failed[next(name for name, one in self.asks.items() if one is ask)] = end.message
+
+    def ask(self, prompt: list[int], rank: int = 0, salt: str = "", max_tokens: int = 3, **assign: Any) -> str:
+        name = f"r{len(self.asks)}"
+        self.asks[name] = Ask(prompt, salt, max_tokens)
+        self._assign(name, rank, **assign)
+        return name
+
+    def _assign(self, name: str, rank: int, extras: Any = (), **assign: Any) -> None:
+        ask = self.asks[name]
+        self.handles += 1
+        ask.rank, ask.handle, ask.attempt = rank, self.handles, ask.attempt + 1
+        self.by_handle[ask.handle] = ask
+        work = EngineRequest(
+            RequestId(name),
+            Handle(ask.handle),
+            pack_i32(ask.prompt),
+            SamplingParams(max_tokens=ask.max_tokens),
+            attempt=ask.attempt,
+            output_token_ids=pack_i32(ask.tokens),
+            cache_salt=ask.salt,
+            arrival_s=float(name[1:]),
+            extras=extras,
+        )
+        self.event(
+            rank, Received(COORDINATOR, self.life(COORDINATOR), Assign(work, DETOKENIZER, Incarnation(1), **assign))
+        )
+
+    def abort(self, name: str) -> None:
+        ask = self.asks[name]
+        ask.is_over, ask.tokens = True, expected(ask.prompt, ask.max_tokens)
+        self.event(ask.rank, Received(COORDINATOR, Incarnation(1), AbortRequests((RequestId(name),))))
+
+    def operate(self, rank: int, name: str, *, calls: bool) -> None:
+        action = CallWorkers("reload_weights", b"{}") if calls else ResetPrefixCache(preempt=True)
+        self.event(rank, Received(COORDINATOR, Incarnation(1), Operation(OperationId(name), action)))
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        for rank in range(len(self.cores)):
+            self.event(rank, Tick(self.now))
+        if self.store is not None:
+            self.store.tick()
+
+    # --- links ---
+
+    def waiting_links(self) -> list[tuple[Identity, Identity]]:
+        return [link for link, messages in self.links.items() if messages]
+
+    def deliver(self, link: tuple[Identity, Identity], *, again: bool = False) -> None:
+        """The oldest message of a link arrives. again: and will arrive once more."""
+        sender, to = link
+        message = self.links[link][0] if again else self.links[link].popleft()
+        if to.role is Role.WORKER:
+            rank, nth = divmod(to.index, self.num_workers)
+            self.workers[rank][nth].inbox.append(message)
+        elif to.role is Role.STORE:
+            assert self.store is not None
+            for answer in self.store.take(sender, message):
+                self.links.setdefault((STORE, sender), deque()).append(answer)
+        else:
+            self.event(to.index, Received(sender, self.life(sender), message))
+
+    def _able(self, rank: int) -> list[Worker]:
+        """The workers that can do the next thing that they were sent: steps all together, those of an earlier session by nobody."""
+        heads = {worker: worker.inbox[0] for worker in self.workers[rank] if worker.inbox}
+        able = [worker for worker, head in heads.items() if not isinstance(head, StepPlan)]
+        steps = {worker: (head.session, head.step) for worker, head in heads.items() if worker not in able}
+        for worker, step in list(steps.items()):
+            if step[0] < max(head.session for head in worker.inbox if isinstance(head, StepPlan | Reset)):
+                worker.inbox.popleft()
+                return self._able(rank)
+        return able or (list(steps) if len(steps) == self.num_workers and len(set(steps.values())) == 1 else [])
+
+    def can_work(self, rank: int) -> bool:
+        return bool(self._able(rank))
+
+    def work(self, rank: int) -> None:
+        for worker in self._able(rank):
+            for answer in worker.take(worker.inbox.popleft()):
+                self._say(worker, answer)
+
+    def _say(self, worker: Worker, message: Any) -> None:
+        link = worker.identity, Identity(Role.SCHEDULER, worker.identity.index // self.num_workers)
+        self.links.setdefault(link, deque()).append(message)
+
+    def copying(self) -> list[Worker]:
+        return [worker for rank in self.workers for worker in rank if worker.copies]
+
+    def copy(self, worker: Worker, *, fails: bool = False) -> None:
+        for answer in worker.copy(fails=fails):
+            self._say(worker, answer)
+
+    # --- deaths ---
+
+    def _cut(self, peer: Identity) -> None:
+        for link in self.links:
+            if peer in link:
+                self.links[link].clear()
+        self.lives[peer] = self.lives.get(peer, 1) + 1
+
+    def kill_scheduler(self, rank: int) -> None:
+        me = Identity(Role.SCHEDULER, rank)
+        self._cut(me)
+        for other in range(len(self.cores)):
+            if other != rank:
+                self.event(other, PeerLost(me, Incarnation(self.lives[me] - 1)))
+        if self.store is not None:
+            self.store.lost(me)
+        self.cores[rank] = self._core(rank)
+        self.now += 0.01
+        for worker in self.workers[rank]:
+            while worker.inbox:
+                if not isinstance(message := worker.inbox.popleft(), FindPages):
+                    worker.take(message)  # it does all that it was sent
+        self._meet(rank)
+        for other in range(len(self.cores)):
+            if other != rank:
+                self.event(other, PeerUp(me, self.life(me)))
+        for name, ask in self.asks.items():
+            if ask.rank == rank and not ask.is_over:
+                self._assign(name, rank)
+
+    def kill_worker(self, rank: int, nth: int) -> None:
+        worker = self.workers[rank][nth]
+        self._cut(worker.identity)
+        self.workers[rank][nth] = new = Worker(self, worker.identity, worker.incarnation + 1)
+        new.version, new.done = worker.version, worker.done
+        self.event(rank, PeerLost(worker.identity, worker.incarnation))
+        self.event(rank, PeerUp(new.identity, new.incarnation))
+
+    def kill_store(self) -> None:
+        assert self.store is not None
+        self._cut(STORE)
+        self.store = PageStore(self, self.store.num_pages)
+        for rank in range(len(self.cores)):
+            self.event(rank, PeerLost(STORE, Incarnation(self.lives[STORE] - 1)))
+            self.event(rank, PeerUp(STORE, self.life(STORE)))
+
+    # --- ends ---
+
+    def settle(self) -> None:
+        """All that is under way arrives, and is done."""
+        for _ in range(20_000):
+            links = self.waiting_links()
+            if links:
+                self.deliver(links[0])
+            elif ready := [rank for rank in range(len(self.cores)) if self.can_work(rank)]:
+                self.work(ready[0])
+            elif copying := self.copying():
+                self.copy(copying[0])
+            else:
+                return
+        raise AssertionError("it never ends")
+
+    def finish(self) -> None:
+        """All requests end as they should, and nothing is kept once all leases have ended."""
+        for _ in range(80):
+            self.settle()
+            self.tick()
+        self.settle()
+        for name, ask in self.asks.items():
+            assert ask.is_over, f"{name} hangs"
+            if name not in self.failed:
+                assert ask.tokens == expected(ask.prompt, ask.max_tokens), name
+        for core in self.cores:
+            assert not core.requests
+            assert not core.batching.kv.pool.leases, "a lease leaks"
+            assert core.batching.kv.pool.num_free == self.num_pages, "a page leaks"
