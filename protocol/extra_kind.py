@@ -30,6 +30,11 @@ class ExtraKind(Struct, frozen=True):
         return True
 
     @property
+    def kv_params(self) -> bytes:
+        """What it says to connectors of where KV comes from or goes to, JSON; empty: nothing."""
+        return b""
+
+    @property
     def brings_kv(self) -> bool:
         """Whether another mesh has computed its request's prompt."""
         return False

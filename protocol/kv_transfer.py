@@ -23,6 +23,10 @@ class KVTransfer(ExtraKind, frozen=True, tag="kv_transfer"):
         return len(self.params)
 
     @property
+    def kv_params(self) -> bytes:
+        return self.params
+
+    @property
     def brings_kv(self) -> bool:
         return self.loads
 

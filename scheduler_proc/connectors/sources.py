@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 
 from meshlm.protocol.edges.kv import NOT_HERE, FindPages, PagesFound
-from meshlm.protocol.extras import find_extra
-from meshlm.protocol.kv_transfer import KVTransfer
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.scheduler_proc.connectors.load import Source
@@ -16,8 +14,7 @@ from meshlm.scheduler_proc.request import Request
 def sources_of(session: PageSession, request: Request, connectors: Sequence[str]) -> tuple[list[Source], bool]:
     """Those that are asked for a request's KV, in the order in which they are preferred; and whether one of them has computed it for
     this request."""
-    transfer = find_extra(request.work.extras, KVTransfer)
-    params = transfer.params if transfer is not None and transfer.loads else b""
+    params = next((extra.kv_params for extra in request.work.extras if extra.brings_kv), b"")
     holder = request.holder if request.holder in session.peers else None
     found = [] if holder is None else [Source("rank", next(session.numbers), {holder}, holder)]
     if session.store:

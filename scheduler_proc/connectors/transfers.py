@@ -21,8 +21,6 @@ from meshlm.protocol.edges.kv import (
     PagesWanted,
 )
 from meshlm.protocol.edges.step import StepPlan, WorkerReady
-from meshlm.protocol.extras import find_extra
-from meshlm.protocol.kv_transfer import KVTransfer
 from meshlm.protocol.operations import OperationId
 from meshlm.protocol.wire.ids import FinishReason, Identity, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -128,8 +126,7 @@ class Transfers:
         if session is None:
             return
         session.loads.remove(request)
-        transfer = find_extra(request.work.extras, KVTransfer) if request.work.extras else None
-        if transfer is not None and transfer.leaves and len(request.tokens) > request.num_given:
+        if any(extra.leaves_kv for extra in request.work.extras) and len(request.tokens) > request.num_given:
             self._leave(request, session)
 
     def _leave(self, request: Request, session: _Session) -> None:
