@@ -159,7 +159,9 @@ class SchedulerApp(App):
             case PagesOpened(failed=failed) if failed:
                 self._mesh.log.warning("the store keeps no KV pages of this rank", store=str(peer), reason=failed)
             case PagesMoved(failed=failed, message=text) if failed:
-                self._mesh.log.warning("KV pages were not copied", worker=str(peer), pages=len(failed) // 4, reason=text)
+                self._mesh.log.warning(
+                    "KV pages were not copied", worker=str(peer), pages=len(failed) // 4, reason=text
+                )
 
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         self._do(PeerUp(peer, incarnation))
