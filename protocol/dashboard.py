@@ -52,6 +52,27 @@ class RankView(Struct, frozen=True):
     hand_offs: int = 0  # requests that it gave to a rank that decodes
 
 
+class TierView(Struct, frozen=True):
+    """One tier of the store of KV pages. Keys are counted since the store was started."""
+
+    name: str  # memory, disk
+    used_bytes: int
+    capacity_bytes: int  # 0: nobody has said
+    hits: int
+    stored: int
+    evicted: int
+    paused: bool  # it fails, and nothing is written there
+
+
+class StoreView(Struct, frozen=True):
+    """The store of KV pages, which a mesh may have."""
+
+    process: str
+    hit_rate: float  # share of the keys that were asked for, 0 .. 1
+    ceiling: float  # ... that a store without any bound would have had
+    tiers: tuple[TierView, ...]
+
+
 class Percentiles(Struct, frozen=True):
     """Times of the last minute, in seconds; 0 where there were none."""
 
@@ -114,6 +135,7 @@ class Snapshot(Struct, frozen=True):
     standbys: tuple[ProcessView, ...]
     edges: tuple[EdgeView, ...]
     ranks: tuple[RankView, ...]
+    stores: tuple[StoreView, ...]
     running: tuple[RequestView, ...]  # the oldest ones
     num_ended: int  # requests that the frontends have answered, as far as this one knows
     ended: tuple[RequestView, ...]  # since the event before

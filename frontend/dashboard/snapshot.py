@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 
-from meshlm.frontend.dashboard import requests
+from meshlm.frontend.dashboard import requests, tiers
 from meshlm.frontend.dashboard.requests import OtherFrontends
 from meshlm.protocol.dashboard import EdgeView, NewsView, Percentiles, ProcessView, RankView, RequestView
 from meshlm.protocol.edges.control import MeshProcesses, MeshStats, News, ProcessReport, RankStats, StandbyReport
@@ -177,6 +177,7 @@ class Snapshots:
             itl=percentiles(self.itl.buckets(now), *(one.itl for one in others)),
             edges=self._edges(known.mesh.processes, now),
             ranks=ranks,
+            stores=tiers.stores(known.stats.counts),
             num_open=known.num_open + sum(one.num_open for one in others),
         )
 

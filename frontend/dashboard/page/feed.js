@@ -77,6 +77,7 @@ const feed = {
     drawMesh(snapshot);
     showProcesses(snapshot);
     showRanks(snapshot);
+    showStores(snapshot);
     showRequests(false);
   },
 };

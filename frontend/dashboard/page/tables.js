@@ -78,6 +78,27 @@ function showRanks(snapshot) {
   });
 }
 
+function tierRow() {
+  const row = plainRow(["tier", "filled", "hits#", "stored#", "evicted#", "state"]);
+  row.meter = el("meter", { min: "0", max: "1" });
+  row.text = el("span");
+  row.cells[1].append(row.meter, " ", row.text);
+  return row;
+}
+
+function showStores(snapshot) {
+  byId("stores").hidden = !snapshot.stores.length;
+  const [hits, ceiling] = ["hit_rate", "ceiling"].map((name) => snapshot.stores.map((store) => percent(store[name])).join(", "));
+  say(byId("store-hits"), `It had ${hits} of the blocks that it was asked for; a store without any bound would have had ${ceiling}.`);
+  const tiers = snapshot.stores.flatMap((store) => store.tiers.map((tier) => ({ ...tier, key: `${store.process} ${tier.name}` })));
+  rows(byId("tier-rows"), tiers, (tier) => tier.key, tierRow, ({ cells, meter, text }, tier) => {
+    const texts = { 0: tier.name, 2: number(tier.hits), 3: number(tier.stored), 4: number(tier.evicted), 5: tier.paused ? "paused" : "" };
+    for (const [place, one] of Object.entries(texts)) say(cells[place], one);
+    set(meter, { value: tier.capacity_bytes ? tier.used_bytes / tier.capacity_bytes : 0, "aria-label": `Filled share of ${tier.name}` });
+    say(text, megabytes(tier.used_bytes) + (tier.capacity_bytes ? ` of ${megabytes(tier.capacity_bytes)}` : ""));
+  });
+}
+
 const counts = (by) => Object.entries(by).map(([name, count]) => `${name} ${count}`).join(", ");
 
 /** Tokens of each rank's experts as bars, and the mean over the most: 100 % is even. */

@@ -10,7 +10,8 @@ from browser import Browser
 from dashboard_site import Site
 
 from meshlm.frontend.dashboard.requests import Noted
-from meshlm.protocol.edges.control import MeshProcesses, News, ProcessReport
+from meshlm.protocol.counts import CountsOf, ProcessCounts
+from meshlm.protocol.edges.control import MeshProcesses, MeshStats, News, ProcessReport
 from meshlm.protocol.edges.text import Finished
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import FinishReason, Identity, Incarnation, Role
@@ -76,6 +77,25 @@ def test_it_asks_for_the_key_and_shows_data_once_it_has_it(site: Site, browser: 
     assert browser.run("performance.getEntriesByName('first-contentful-paint').length") == 1
     wrong = [line for line in browser.console() if "401" not in line]  # which the browser says itself
     assert not wrong, wrong
+
+
+def test_the_tiers_of_a_store_are_shown_where_there_is_one(page: Browser, site: Site) -> None:
+    assert page.run("byId('stores').hidden")
+    gauges = {
+        "kv_store_bytes": {"memory": 6e8},
+        "kv_store_capacity_bytes": {"memory": 1e9},
+        "kv_store_hit_rate_ceiling": {"": 0.9},
+    }
+    told = ProcessCounts({"kv_store_queries": {"": 4.0}, "kv_store_hits": {"memory": 2.0}}, gauges)
+    site.do(lambda: site.backend.figures.take(MeshStats(True, counts=(CountsOf(Identity(Role.STORE), told),))))
+    page.until("!byId('stores').hidden")
+    assert page.text("#tier-rows tr") == "memory 600 MB of 1000 MB200"
+    assert (
+        "It had 50 % of the blocks that it was asked for; a store without any bound would have had 90 %."
+        in page.text("#stores")
+    )
+    site.do(lambda: site.backend.figures.take(MeshStats(True)))
+    page.until("byId('stores').hidden")
 
 
 def test_an_answer_is_shown_as_it_comes(page: Browser, site: Site) -> None:

@@ -30,6 +30,7 @@ SNAPSHOT = Snapshot(
         RankView(0, 5, 4, {"capacity": 4}, 0.95, {"used": 9}, {"full": 7, "sliding": 2}, 0.25, 6, 2000.0, 1234.0, 0.5,
                  {"device": 0.0204, "return": 0.001}, (30, 10), 0.625, 2.25, "prefill", 1500),
     ),
+    stores=(),
     running=(RequestView("cmpl-1", "", 0.0, 2.5, {"encode": 0.001, "decode": 2.4}, rank="0", num_output_tokens=31, num_attempts=2),),
     num_ended=0, ended=(), news=(NewsView(1750000000.0, "error", "worker/0 died and is started again (signal 9)"),),
 )  # fmt: skip
