@@ -7,7 +7,8 @@ step runs. A token that the last step samples is counted in `num_output_placehol
 likewise, whether it will be accepted or not.
 
 In a pipeline the first stage needs the token that the last one sampled, so a request that waits for a token is not planned again until
-it is here. Instead each step takes its share of the running requests: as many steps as there are stages are in flight, and alternate.
+it is here, and with it what was accepted of its drafts, which each stage has made for itself. Instead each step takes its share of the
+running requests: as many steps as there are stages are in flight, and alternate.
 """
 
 from array import array
@@ -49,9 +50,7 @@ class Batching:
         """facts: what all workers of the rank hold. before: whose counts go on."""
         self.limits, self.facts, self._rank = limits, facts, rank or RankState()
         self.block_size = facts.block_size
-        # The first stage of a pipeline would have to know the drafts of the last one.
-        self.max_drafts = 0 if limits.num_stages > 1 else facts.max_drafts
-        most = limits.max_num_batched_tokens
+        self.max_drafts, most = facts.max_drafts, limits.max_num_batched_tokens
         at_once = step_tokens(most, limits.async_depth, self.max_drafts)
         self.kv = KVCache(facts.num_blocks, facts.block_size, facts.kv_specs, limits.prefix_caching, at_once)
         self.most_requests = self.kv.side_by_side(limits.max_model_len)  # of the full context

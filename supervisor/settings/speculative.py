@@ -100,14 +100,17 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     why = f"caches of a model that drafts do not fit into pages of the states of {name}; use ngram, suffix or mtp"
     method = c.speculative.method
     yield f.spec.state is not None and method in OF_MODEL, f"{FLAG}: method {method}", why
-    stages, why = c.parallel.pipeline_parallel_size, "the first stage does not know the drafts of the last; leave out "
-    yield stages > 1, f"--pipeline-parallel-size {stages}", why + FLAG
+    staged, why = (
+        c.parallel.pipeline_parallel_size > 1,
+        "each stage of a pipeline drafts, and has no states of the others",
+    )
+    yield staged and method in (*OF_MODEL, "mtp"), f"{FLAG}: method {method}", f"{why}; use ngram or suffix"
+    yield staged and f.spec.state is not None, FLAG, f"states of {name} cannot go back in a pipeline; leave it out"
 
 
 def most(c: MeshConfig, device: str) -> int:
     """The tokens that are drafted for a request and step, at most. Of a settled configuration."""
-    fake = c.worker.fake_drafts if device == "fake" and c.parallel.pipeline_parallel_size == 1 else 0
-    return c.speculative.num_speculative_tokens or fake
+    return c.speculative.num_speculative_tokens or (c.worker.fake_drafts if device == "fake" else 0)
 
 
 def _given(c: SpeculativeConfig) -> dict[str, Any] | None:

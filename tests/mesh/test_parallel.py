@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from http_clients import metric
 from serving import MESHLM, Serving, serving
 from split_models import COUNT, FLAGS, KINDS, PROMPTS, SHAPE, greedy, reference, small_model
 
@@ -50,6 +51,29 @@ def test_same_tokens_as_one_process(
     with serving(models[kind], "--load-format", "dummy", *FLAGS, *layout) as server:
         assert greedy(server) == alone[kind]
         assert greedy(server) == alone[kind], "with a warm prefix cache"
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [({"method": "ngram", "prompt_lookup_max": 1}, ("-pp", "2")), ({"method": "suffix"}, ("-tp", "2", "-pp", "2"))],
+)
+def test_the_stages_of_a_pipeline_draft_alike(
+    method: dict[str, object], layout: tuple[str, ...], models: dict[str, str], alone: dict[str, list[list[int]]]
+) -> None:
+    """Also behind a kill -9 of the first and of the last, and from past answers, of which each stage learns the same."""
+    drafts = json.dumps({**method, "num_speculative_tokens": 4})
+    flags = ("--load-format", "dummy", *FLAGS, *layout, "--speculative-config", drafts)
+    with serving(models["qwen3"], *flags) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(3):
+            assert greedy(server) == alone["qwen3"]
+        last = len(pids(server)) - 1
+        for index in (0, last):
+            assert killed_while_streaming(server, "worker", index)[:COUNT] == alone["qwen3"][1]
+            assert greedy(server) == alone["qwen3"]
+        given, accepted = (
+            metric(client, f"spec_decode_num_{name}_total") for name in ("draft_tokens", "accepted_tokens")
+        )
+        assert 0 < accepted < given
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft_model"])

@@ -69,12 +69,15 @@ def test_a_request_has_no_more_drafts_than_it_wants(most: int) -> None:
     assert bench.tokens == {1: reference(PROMPT, 40), 2: reference([9], 20)}
 
 
-def test_no_drafts_in_a_pipeline() -> None:
-    bench = Bench(limits(num_stages=2), 32, 4, 3)
-    bench.assign(1, PROMPT, 9)
+def test_plans_of_a_pipeline_say_where_rows_are() -> None:
+    """Each stage drafts by itself: a row is not planned again before it is known how many of its drafts were accepted."""
+    bench = Bench(limits(num_stages=2), 64, 4, 3)
+    requests = {1: (PROMPT, 29), 2: ([9], 20), 3: ([4, 4], 24)}
+    for handle, (prompt, count) in requests.items():
+        bench.assign(handle, prompt, count)
     bench.finish()
-    assert bench.tokens[1] == reference(PROMPT, 9)
-    assert set(bench.model.given) == {1}
+    assert bench.tokens == {handle: reference(prompt, count) for handle, (prompt, count) in requests.items()}
+    assert max(bench.model.given) > 1
 
 
 @pytest.mark.parametrize("place", range(3, 12))

@@ -172,7 +172,8 @@ class ModelEngine:
         if not self.config.speculative.method:
             return None
         assert isinstance(self.inputs, TorchInputs)  # as the settings say
-        return Verification(self.config.speculative, drafter_of(self), self.rows, self.inputs)
+        staged = self.shard.pp_size > 1
+        return Verification(self.config.speculative, drafter_of(self), self.rows, self.inputs, staged=staged)
 
     def _load_drafter(self, progress: Callable[[int, int], None]) -> Decoder | None:
         """Loads the model that drafts, where there is one."""
@@ -362,7 +363,7 @@ class ModelEngine:
         if chooses:
             self.head.sample_rest(step)
         tokens, counts = self._timeline.fetch(self.head.sampled[: step.num_lines]), None
-        if self.verification is not None and hidden is not None:
+        if self.verification is not None and hidden is not None and self._is_last:
             tokens, counts = self.verification.accept(step, tokens, hidden)
         details = self.head.logprobs(step, counts) if chooses else []
         before, self._last = self._last, self._timeline.mark()

@@ -38,7 +38,8 @@ class Drafter(Protocol):
 
     def computed(self, step: StepColumns, counts: I32, hidden: Tensor) -> None:
         """A step is computed, with drafts; counts [samples]: of the tokens that each request that samples got; hidden [t, hidden]: the
-        model's last states of the step's tokens."""
+        model's last states of the step's tokens. On the stages of a pipeline it is called before, with the most tokens that requests
+        may get, and no states."""
 
     def propose(self, rows: I32, lens: I64, most: I32) -> Drafts:
         """rows [n], each once and held; lens [n]: known tokens of each; most [n]: the most drafts that it may have. A row gets as many

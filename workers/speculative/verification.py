@@ -8,6 +8,7 @@ the most that it can be). For a device whose tokens the host reads at once: a CP
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,15 +26,24 @@ from meshlm.workers.speculative.drafter import Drafter
 if TYPE_CHECKING:
     from meshlm.workers.engine.kit import TorchInputs
 
+NO_STATES = torch.empty(0)
 NOTHING = Drafts(np.empty(0, np.int32), np.empty(0, np.int32))
 SYNTHETIC_SALT = np.uint64(0x5350454344524654)  # so that acceptance by chance has nothing to do with the draws
 
 
 class Verification(RowExtra[Any]):
-    """All rows have it: it follows how long they are."""
+    """All rows have it: it follows how long they are.
 
-    def __init__(self, config: SpeculativeConfig, drafter: Drafter, rows: DeviceRows, inputs: "TorchInputs") -> None:
-        self._drafter, self._columns, self._inputs = drafter, rows.table.columns, inputs
+    The stages of a pipeline each draft, and alike, for each computes the drafts. A row's next step is planned there when its last one
+    is over, so the plan says how long the row is; of what it got, the drafts stand there on each stage, and the plan names the last
+    token. How many were accepted no stage but the last knows in time, so drafters do not learn it.
+    """
+
+    def __init__(
+        self, config: SpeculativeConfig, drafter: Drafter, rows: DeviceRows, inputs: "TorchInputs", *, staged: bool
+    ) -> None:
+        """staged: of a stage of a pipeline."""
+        self._drafter, self._columns, self._inputs, self._staged = drafter, rows.table.columns, inputs, staged
         self._tokens: I32 = rows.tokens.numpy()
         self._num_known = np.zeros(rows.table.num_rows, np.int64)
         self._constrained = np.zeros(rows.table.num_rows, np.bool_)
@@ -63,12 +73,17 @@ class Verification(RowExtra[Any]):
         self._inputs.apply(changes, segments)
         places, starts, counts = step.places, step.starts.copy(), step.counts.copy()
         rows = step.rows[places]
+        if self._staged:
+            self._num_known[rows] = starts[places] + counts[places]
         known = self._num_known[rows]
         starts[places] = known - counts[places]
         if plan.num_drafts:
             step.drafts = self._draft(rows, known, np.frombuffer(plan.num_drafts, np.int32)[places])
             counts[places] += step.drafts.counts
         step.starts, step.counts, step.t = starts, counts, int(counts.sum())
+        if self._staged:
+            drafted = 0 if step.drafts is None else step.drafts.counts
+            self._drafter.computed(step, np.ones(len(places), np.int32) + drafted, NO_STATES)
 
     def _draft(self, rows: I32, known: I64, most: I32) -> Drafts:
         """The drafts of these rows, of which each may have so many."""
@@ -85,6 +100,9 @@ class Verification(RowExtra[Any]):
     def accept(self, step: StepColumns, sampled: I32, hidden: Tensor) -> tuple[I32, I32]:
         """As `_accepted`, which the drafter then learns. hidden [t, hidden]: the last states of the step's tokens."""
         tokens, counts = self._accepted(step, sampled)
+        if self._staged:
+            return tokens, counts
+        self._num_known[step.rows[step.places]] += counts
         if self._inputs.draft_states is not None:
             self._inputs.draft_states.keep(step, counts)
         self._drafter.computed(step, counts, hidden)
@@ -95,7 +113,6 @@ class Verification(RowExtra[Any]):
         drafts up to the first that differs, and the token that is sampled there."""
         rows, drafts = step.rows[step.places], step.drafts or NOTHING
         if not len(drafts.tokens):
-            self._num_known[rows] += 1
             return sampled, np.ones(len(rows), np.int32)
         each = 1 + drafts.counts
         begins = np.cumsum(each) - each
@@ -109,7 +126,6 @@ class Verification(RowExtra[Any]):
         given = nth < np.repeat(counts, each)
         if self._rates is not None:  # else they stand there
             self._tokens[np.repeat(rows, counts), step.lines().lens[given]] = np.maximum(sampled[given], 0)
-        self._num_known[rows] += counts
         return sampled[given], counts
 
     def _by_chance(self, rows: I32, lens: I64, nth: I64, drafted: NDArray[np.bool_], tokens: I32, sampled: I32) -> None:

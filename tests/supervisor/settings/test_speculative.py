@@ -212,11 +212,6 @@ def test_rates_of_a_length_have_that_mean_and_never_rise(count: int, share: floa
             "^--device cuda: drafts are computed on --device cpu so far; leave out --speculative-config$",
         ),
         (MeshConfig(), "fake", "^--device fake: it drafts what --fake-drafts says; give that alone$"),
-        (
-            MeshConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
-            "cpu",
-            "^--pipeline-parallel-size 2: the first stage does not know the drafts of the last; leave out --speculative-config$",
-        ),
     ],
 )
 def test_what_cannot_have_drafts_so_far(config: MeshConfig, device: str, said: str) -> None:
@@ -236,6 +231,20 @@ def test_models_that_cannot_have_drafts() -> None:
     said = "LlamaForCausalLM gives vectors here, and no text to draft; leave it out"
     with pytest.raises(UsageError, match=f"^--speculative-config: {said}$"):
         rules.check(speculative.rules(MeshConfig(speculative=SpeculativeConfig(**NGRAM)), facts, pools=True))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_what_reads_states_does_not_draft_for_a_pipeline(method: str) -> None:
+    staged = MeshConfig(parallel=ParallelConfig(pipeline_parallel_size=2), speculative=SpeculativeConfig(**NGRAM))
+    cpu = platforms.named("cpu")
+    rules.check(speculative.rules(staged, flag_rules.Facts(spec_of(), cpu), pools=False))
+    drafting = msgspec.structs.replace(staged, speculative=SpeculativeConfig(method=method, num_speculative_tokens=2))
+    said = "each stage of a pipeline drafts, and has no states of the others; use ngram or suffix"
+    with pytest.raises(UsageError, match=f"^--speculative-config: method {method}: {said}$"):
+        rules.check(speculative.rules(drafting, flag_rules.Facts(spec_of(), cpu), pools=False))
+    states = spec_of(layers=Layers.alike(LayerSpec(state=STATE), 2))
+    with pytest.raises(UsageError, match=r"states of LlamaForCausalLM cannot go back in a pipeline; leave it out$"):
+        rules.check(speculative.rules(staged, flag_rules.Facts(states, cpu), pools=False))
 
 
 def test_models_with_states_have_drafts_but_no_model_that_drafts() -> None:
@@ -274,7 +283,7 @@ def test_the_fake_device_has_a_flag_of_its_own(capsys: pytest.CaptureFixture[str
         (MeshConfig(speculative=SpeculativeConfig(**NGRAM)), "cpu", 4),
         (MeshConfig(worker=WorkerConfig(fake_drafts=5)), "fake", 5),
         (MeshConfig(worker=WorkerConfig(fake_drafts=5)), "cpu", 0),
-        (MeshConfig(worker=WorkerConfig(fake_drafts=5), parallel=ParallelConfig(pipeline_parallel_size=2)), "fake", 0),
+        (MeshConfig(worker=WorkerConfig(fake_drafts=5), parallel=ParallelConfig(pipeline_parallel_size=2)), "fake", 5),
     ],
 )
 def test_how_many_a_server_drafts(config: MeshConfig, device: str, most: int) -> None:

@@ -196,7 +196,7 @@ def test_acceptance_by_chance(made: ModelEngine, scripted: Scripted) -> None:
         method="ngram", num_speculative_tokens=3, rejection_sample_method="synthetic", synthetic_acceptance_rates=rates
     )
     assert isinstance(made.inputs, TorchInputs)
-    verification = Verification(config, scripted, made.rows, made.inputs)
+    verification = Verification(config, scripted, made.rows, made.inputs, staged=False)
     verification._num_known[:] = 20
     kept = np.zeros(4, np.int64)
     for turn in range(400):
@@ -217,7 +217,7 @@ def test_a_grammar_is_kept_to_where_drafts_are_accepted_by_chance(made: ModelEng
         method="ngram", num_speculative_tokens=3, rejection_sample_method="synthetic", synthetic_acceptance_rates=(1.0, 1.0, 1.0)
     )  # fmt: skip
     assert isinstance(made.inputs, TorchInputs)
-    verification = Verification(config, scripted, made.rows, made.inputs)
+    verification = Verification(config, scripted, made.rows, made.inputs, staged=False)
     prompt = new(0, PROMPTS[0], KINDS["regex"])
     for extras, wanted in ((EXTRAS["regex"], [9, 5]), ((), [9, 9, 9, 5])):
         verification.add_row(msgspec.structs.replace(prompt, extras=extras))
