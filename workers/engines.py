@@ -2,6 +2,9 @@
 
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.protocol.edges.step import WorkerReady
@@ -10,6 +13,9 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.parsers import registry
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import Engine, EngineFacts, ProgressReport
+
+if TYPE_CHECKING:
+    from meshlm.workers.kv.moves import PageMoves
 
 
 def load_ahead(config: MeshConfig) -> None:
@@ -39,6 +45,17 @@ def engine_of(device: str) -> Callable[[MeshConfig, int, Membership, ProgressRep
         return platforms.engine_of(platforms.named(device))  # type: ignore[no-any-return]
     except plugins.PluginError as error:
         raise ProcessFatal(str(error)) from None
+
+
+def page_moves(
+    config: MeshConfig, worker: int, engine: Engine, tell: tuple[Callable[[Struct], None], Callable[[str], None]]
+) -> "PageMoves | None":
+    """All that moves pages of this engine (kv/moves.py), where the settings have them move. ProcessFatal."""
+    if not config.kv_transfer.moves or engine.pages is None:
+        return None
+    from meshlm.workers.kv.moves import PageMoves
+
+    return PageMoves(config, worker, engine.facts, engine.pages, tell)
 
 
 def ready(

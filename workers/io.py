@@ -9,11 +9,12 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from meshlm.protocol.edges.control import STEPPING, GraphCounts
+from meshlm.protocol.edges.kv import FindPages, MovePages
 from meshlm.protocol.edges.step import (
     LastPlan,
     PrepareExtra,
@@ -22,12 +23,10 @@ from meshlm.protocol.edges.step import (
     StepFailed,
     StepPlan,
     StepResult,
-    WorkerAsleep,
     WorkerStats,
 )
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
-from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
@@ -36,17 +35,20 @@ from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, 
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.engine import Engine, Pending
-from meshlm.workers.engines import make_engine, ready
+from meshlm.workers.engines import make_engine, page_moves, ready
 from meshlm.workers.extra_threads import ExtraThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Extension, Operations, load_profiler
+from meshlm.workers.sleep import WorkerSleep
 from meshlm.workers.step_timeline import StepTimeline
 from meshlm.workers.worker_states import WorkerState, WorkerStates
+
+if TYPE_CHECKING:
+    from meshlm.workers.kv.moves import PageMoves
 
 IDLE_AFTER_S = 0.05  # without a plan, background work is done: between two requests, not between two steps
 BETWEEN_S = 0.001  # two pieces of it: a plan comes first
 STATS_S = 1.0
-DROPPED = 2  # the level of sleep in which nobody has the weights
 ANEW_S = 30.0  # a rank that is lost makes a new session within a second or two, one that hangs within --stall-timeout
 SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its turn of 5 ms
 
@@ -55,13 +57,14 @@ class WorkerApp:
     def __init__(self) -> None:
         self._mesh: Mesh  # from `start` on
         self._engine: Engine | None = None
-        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation, int] | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation | MovePages, int] | None] = (
+            queue.SimpleQueue()
+        )
         self._pending: queue.SimpleQueue[tuple[StepPlan, Pending] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._extra_threads = ExtraThreads(self._say)
         self._reset: Reset | None = None  # the scheduler's newest wish that came before the model was loaded
         self._wishes: queue.SimpleQueue[Reset | None] = queue.SimpleQueue()  # all of them, with --enable-sleep-mode
-        self._sleeping = AWAKE
         self._launched = self._failed_launches = self._completed = 0  # steps; the last is the completer's
         self._step_timeline = StepTimeline()
         self._membership = Membership()
@@ -74,6 +77,8 @@ class WorkerApp:
         self._last = (0, 0)  # session and step of the last plan that came ...
         self._num_plans = self._num_rows = 0  # ... the number of all, and the requests of the last one
         self._states = WorkerStates()
+        self._sleep = WorkerSleep(self._states, self._say)
+        self._moves: PageMoves | None = None  # made with the engine, where pages move
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh = mesh
@@ -93,6 +98,8 @@ class WorkerApp:
 
     def _has_loaded(self, engine: Engine) -> None:
         self._engine = engine
+        if self._moves is not None:
+            self._moves.begin(self._session)
         if self._reset is not None:
             self._plans.put((self._reset, 0))
         if self._shard.reports:
@@ -119,12 +126,13 @@ class WorkerApp:
                 loaded.set_result(result)
 
         try:
-            sleeps = mesh.config.worker.enable_sleep_mode
-            if sleeps and not self._until_awake(lambda: loop.call_soon_threadsafe(answer, None)):
+            sleeps, asleep = mesh.config.worker.enable_sleep_mode, lambda: loop.call_soon_threadsafe(answer, None)
+            if sleeps and not self._sleep.until_awake(self._wishes, asleep):
                 return
             load_profiler(mesh.config.worker.profiler_dir)
             engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
             extension = Extension(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
+            self._moves = page_moves(mesh.config, mesh.identity.index, engine, (self._say, self._end))
         except BaseException as error:  # whoever waits for the engine raises it
             loop.call_soon_threadsafe(answer, error)
             return
@@ -134,24 +142,12 @@ class WorkerApp:
         except BaseException as error:  # without this thread the worker would be alive and do nothing
             mesh.log.exception("the stepper died")
             first_line = next(iter(str(error).splitlines()), "")
-            mesh.call_soon_threadsafe(mesh.fatal, f"{type(error).__name__}: {first_line}")
-
-    def _until_awake(self, asleep: Callable[[], object]) -> bool:
-        """Waits until the scheduler wants a model here; `asleep` is called while it does not. False: the process ends."""
-        while (reset := self._wishes.get()) is not None:
-            self._sleeping = reset.sleeping or self._sleeping
-            if not self._sleeping.tags:
-                if self._states.state is WorkerState.UNLOADED:
-                    self._states.move(WorkerState.LOADING)
-                return True
-            self._states.move(WorkerState.UNLOADED)
-            asleep()
-            self._say(WorkerAsleep(reset.session, self._sleeping))
-        return False
+            self._end(f"{type(error).__name__}: {first_line}")
 
     def _step_for_ever(self, engine: Engine, extension: Extension | None) -> None:
         background, wait_s = True, BETWEEN_S
-        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension)
+        on_call = (lambda _: None) if self._moves is None else self._moves.forget_weights
+        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension, on_call)
         states = self._states
         states.move(WorkerState.IDLE)
         while True:
@@ -168,6 +164,10 @@ class WorkerApp:
                 if self._begin(engine, message):
                     self._mesh.call_soon_threadsafe(self._answer, engine, message)
                 background = states.state is WorkerState.IDLE  # no graph is captured in its sleep
+                continue
+            if isinstance(message, MovePages):
+                if self._moves is not None:
+                    self._moves.move(message)
                 continue
             before = states.state
             states.move(WorkerState.OPERATING if isinstance(message, Operation) else WorkerState.STEPPING)
@@ -195,14 +195,17 @@ class WorkerApp:
     def _begin(self, engine: Engine, reset: Reset) -> bool:
         """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
         exchange = self._exchanges.pop(reset.session, None)
+        if self._moves is not None:
+            self._moves.wait()
         engine.reset()
-        if reset.sleeping not in (None, self._sleeping):
+        if reset.sleeping not in (None, self._sleep.current):
             if isinstance(engine, LockstepEngine):
                 engine.join(None)  # nothing of what connects it to other ranks is held in its sleep
-            self._sleep(engine, reset.sleeping)
+            if not self._sleep.change(engine, reset.sleeping):
+                self._end(f"{self._mesh.identity} drops its weights to sleep; its successor waits without any")
         if self._states.state is not WorkerState.IDLE:
             if self._states.state is WorkerState.ASLEEP:  # else the successor of this process says so
-                self._say(WorkerAsleep(reset.session, self._sleeping))
+                self._sleep.tell(reset)
             return False
         return not isinstance(engine, LockstepEngine) or self._join(engine, exchange, reset.session)
 
@@ -218,19 +221,6 @@ class WorkerApp:
         finally:
             self._states.move(WorkerState.IDLE)
         return True
-
-    def _sleep(self, engine: Engine, wanted: Sleeping) -> None:
-        """Be without the memory of these tags. Weights that are dropped are another process's to load: this one ends."""
-        self._sleeping = wanted
-        if wanted.level >= DROPPED:
-            text = f"{self._mesh.identity} drops its weights to sleep; its successor waits without any"
-            self._states.move(WorkerState.DROPPED)
-            self._mesh.call_soon_threadsafe(self._mesh.fatal, text)
-            return
-        asleep = bool(wanted.tags)
-        self._states.move(WorkerState.FALLING_ASLEEP if asleep else WorkerState.WAKING)
-        engine.be_without(wanted.tags)
-        self._states.move(WorkerState.ASLEEP if asleep else WorkerState.IDLE)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -262,6 +252,10 @@ class WorkerApp:
                 self._step_timeline.ended(self._mesh.timeline, plan, result)
             self._completed += 1
             in_hand.count(self.num_requests())
+
+    def _end(self, reason: str) -> None:
+        """Ends this process, from any thread."""
+        self._mesh.call_soon_threadsafe(self._mesh.fatal, reason)
 
     def _say(self, message: Struct) -> None:
         """Sends a message to the scheduler, from any thread."""
@@ -307,12 +301,18 @@ class WorkerApp:
             case PrepareExtra():
                 assert self._engine is not None
                 self._extra_threads.submit(self._engine, message)
+            case MovePages():
+                self._plans.put((message, 0))
+            case FindPages() if self._moves is not None:
+                self._moves.find(message)
             case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)
 
     def _on_reset(self, reset: Reset) -> None:
         self._session = reset.session
+        if self._moves is not None:
+            self._moves.begin(reset.session)
         if self._exchange is not None:  # the stepper may wait for others, and a plan in the queue would
             self._exchange.abort()
             self._exchange = None
@@ -349,7 +349,8 @@ class WorkerApp:
         facts = engine.facts
         resolved = self._mesh.config.require_resolved()
         kept, hashes = self._directory.columns()
-        self._send(ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes))
+        answer = ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes)
+        self._send(answer if self._moves is None else self._moves.described(answer))
 
     def _leave(self, reason: str) -> None:
         """End this process, whatever its threads wait for; it is started again and meets the new group."""
@@ -377,6 +378,8 @@ class WorkerApp:
 
     async def stop(self) -> None:
         self._extra_threads.close()
+        if self._moves is not None:
+            self._moves.close()
         self._wishes.put(None)
         self._plans.put(None)
         self._pending.put(None)

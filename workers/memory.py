@@ -16,10 +16,12 @@ from meshlm.workers.attention.backend import Backend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.kv.pages import SharedBytes
 from meshlm.workers.kv_capacity import size_text
 
 FP8_CAPABILITY = (8, 9)
 ROOM_FOR_GRAPHS = 512 << 20  # left free where others have much of the GPU
+LARGE_PAGE = 2 << 20
 ROOM_FOR_WEIGHTS = 0.8  # of a GPU, at most: the rest is for activations and KV cache
 
 
@@ -177,16 +179,39 @@ def cache_dtype(
 
 
 def make_caches(
-    layout: KVLayout, count: int, device: torch.device, scales: list[tuple[float, float]] | None = None
+    layout: KVLayout,
+    count: int,
+    device: torch.device,
+    scales: list[tuple[float, float]] | None = None,
+    tensors: list[Tensor] | None = None,
 ) -> list[LayerCache]:
-    """`count` pages, all zeros, as each layer sees them. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer."""
-    try:
-        tensors = [zeros(layout.shape(count), torch.uint8, device) for _ in range(layout.num_tensors)]
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
+    """`count` pages, all zeros, as each layer sees them. ProcessFatal when they do not fit. `scales`: of an FP8 cache, by layer.
+
+    tensors: their memory, where it is there already."""
+    if tensors is None:
+        tensors, _ = kv_tensors(layout, count, device)
     if layout.dtype.itemsize > 1 or scales is None:
         scales = [(1.0, 1.0)] * layout.num_layers
     return layout.caches(tensors, scales)
+
+
+def kv_tensors(
+    layout: KVLayout, count: int, device: torch.device, *, shared: bool = False
+) -> tuple[list[Tensor], SharedBytes | None]:
+    """The tensors of `count` pages, all zeros. ProcessFatal when they do not fit.
+
+    shared: on the host in memory that other processes can map."""
+    shape = layout.shape(count)
+    try:
+        if not shared or device.type != "cpu" or not count:
+            return [zeros(shape, torch.uint8, device) for _ in range(layout.num_tensors)], None
+        each = math.prod(shape)
+        room = -(-each // LARGE_PAGE) * LARGE_PAGE
+        memory = SharedBytes(layout.num_tensors * room)
+    except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:
+        raise ProcessFatal(f"no memory for {count} KV blocks: {str(error).splitlines()[0]}") from None
+    flat = torch.from_numpy(memory.array)
+    return [flat[begin : begin + each].view(shape) for begin in range(0, len(flat), room)], memory
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

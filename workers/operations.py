@@ -148,10 +148,15 @@ class Operations:
     """Each operation is done once in the life of the worker."""
 
     def __init__(
-        self, config: MeshConfig, identity: Identity, rebalance: Callable[[], str], extension: Extension | None = None
+        self,
+        config: MeshConfig,
+        identity: Identity,
+        rebalance: Callable[[], str],
+        extension: Extension | None = None,
+        on_call: Callable[[operations.OperationId], None] = lambda _: None,
     ) -> None:
-        """rebalance: see `Engine`."""
-        self._extension = extension
+        """rebalance: see `Engine`. on_call: is told before a method of the user's is called, who may change anything."""
+        self._extension, self._on_call = extension, on_call
         node = config.node
         # files of other nodes are told from the head's
         host = f"{node.host}:" if node is not None and node.index else ""
@@ -175,6 +180,7 @@ class Operations:
             case operations.RebalanceExperts():
                 return operations.OperationDone(operation.id, self._rebalance())
             case operations.CallWorkers() as asked:
+                self._on_call(operation.id)
                 if self._extension is None:
                     return operations.OperationDone(operation.id, NONE)
                 return self._extension.call(operation.id, asked)

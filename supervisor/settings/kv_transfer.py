@@ -4,13 +4,16 @@ The keys of --kv-transfer-config are vLLM's. What is not there is refused by its
 """
 
 import difflib
+import hashlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
-from meshlm.protocol.config import KVTransferConfig, MeshConfig
+from meshlm.protocol.config import KVTransferConfig, MeshConfig, Resolved
 from meshlm.protocol.config.kv_transfer import num_prefill_ranks
 from meshlm.runtime import plugins
 from meshlm.supervisor.errors import UsageError, raised_as
@@ -61,7 +64,37 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
     several = c.parallel.nnodes > 1 or c.network.headless or bool(c.network.listen)
     yield kv.shares_pages and several, ROLES_FLAG, "ranks read one another's pages on one host; this mesh has several"
+    devices, why = ("cpu", "fake"), f"ranks of --device {f.device} cannot read one another's pages; leave it out"
+    yield kv.shares_pages and f.device not in devices, ROLES_FLAG, why
+    scales = "scales that are calculated at a start are no others', whose pages are moved; leave it out"
+    yield c.cache.calculate_kv_scales, "--calculate-kv-scales", scales
     yield kv.shares_pages and c.lockstep, ROLES_FLAG, "ranks that share experts step together; each has both roles"
+
+
+def with_fingerprint(config: MeshConfig) -> MeshConfig:
+    """The same with a digest of all that decides what KV is computed, where pages move. Of a resolved configuration."""
+    if not config.kv_transfer.moves:
+        return config
+    resolved, model = config.require_resolved(), config.model
+    drafter = resolved.drafter
+    said = (
+        [(one.spec, _files_of(one), one.load_format, one.dtype) for one in (resolved, drafter) if one is not None],
+        (model.seed or 0 if "dummy" in (resolved.load_format, drafter and drafter.load_format) else None),
+        (model.revision, model.quantization, model.gguf_weights, model.cpu_exact, model.model_impl),
+        resolved.max_model_len,  # groups of layers, and some rotations, hang on it
+    )
+    digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()
+    return replace(config, kv_transfer=replace(config.kv_transfer, fingerprint=digest))
+
+
+def _files_of(resolved: Resolved) -> list[tuple[str, int, int]]:
+    """The model's files: path, bytes, and when they were written, in ns. Of weights in object storage the URL."""
+    if resolved.weights_url:
+        return [(resolved.weights_url, 0, 0)]
+    path = Path(resolved.model_path)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    found = [(file, file.stat()) for file in files if file.is_file()]
+    return [(str(file), status.st_size, status.st_mtime_ns) for file, status in found]
 
 
 def _connectors(c: KVTransferConfig) -> dict[str, Any]:

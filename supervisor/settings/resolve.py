@@ -114,7 +114,8 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     )
     check(determinism.rules(config, resolved, family))
     resolved = with_drafter(config, resolved)
-    digest = hashlib.sha256(msgspec.json.encode(replace(config, resolved=resolved))).hexdigest()[:12]
+    config = kv_transfer.with_fingerprint(replace(config, resolved=resolved))
+    digest = hashlib.sha256(msgspec.json.encode(config)).hexdigest()[:12]
     return replace(config, resolved=replace(resolved, digest=digest))
 
 

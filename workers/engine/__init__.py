@@ -11,6 +11,7 @@ from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.pool import PoolKind
 
 if TYPE_CHECKING:
+    from meshlm.workers.kv.pages import KVPages
     from meshlm.workers.rows.extras.extra import RowExtras
 
 ProgressReport = Callable[[str, int, int, str], None]  # phase, done, total, unit
@@ -46,6 +47,7 @@ class Engine(Protocol):
 
     facts: EngineFacts
     extras: "RowExtras[Any]"  # of its rows; its `prepare` is for other threads
+    pages: "KVPages | None"  # of its KV cache, where the settings have them move (KVTransferConfig.moves); None: it keeps none
 
     def reset(self) -> None:
         """Forget all rows; KV contents stay: the next scheduler may build on them."""

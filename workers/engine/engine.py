@@ -35,6 +35,8 @@ from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
+from meshlm.workers.kv.device_pages import pages_of
+from meshlm.workers.kv.pages import KVPages
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.registry import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
@@ -113,6 +115,7 @@ class ModelEngine:
             self.model, backend, self._block_size, self.shard, self.inputs, self.head, self.intermediate_tensors
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
+        self.pages: KVPages | None = None
         self.verification = self._make_verification()
         self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
@@ -205,8 +208,12 @@ class ModelEngine:
 
     def _make_draft_states(self, count: int, lines: int) -> None:
         """The KV cache of `count` pages, and behind them those for the states of so many lines of requests with drafts."""
-        groups = self.layout.state_groups
-        self.compute.caches = self.make_caches(count + lines * len(groups))
+        groups, moved = self.layout.state_groups, self.config.kv_transfer
+        all_pages = count + lines * len(groups)
+        tensors, shared = memory.kv_tensors(self.layout, all_pages, self.device, shared=moved.shares_pages)
+        self.compute.caches = memory.make_caches(self.layout, all_pages, self.device, self._kv_scales, tensors)
+        if moved.moves and count:
+            self.pages = pages_of(tensors, count, shared)
         if lines:
             assert isinstance(self.inputs, TorchInputs)
             self.inputs.draft_states = DraftStates(self.compute, self.rows, groups, count, lines)

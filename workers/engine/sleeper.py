@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
 
 
-MADV_DONTNEED = 4  # Linux
+MADV_DONTNEED, MADV_REMOVE = 4, 9  # Linux
 
 
 class Released:
@@ -73,7 +73,9 @@ def _give_back_pages(storage: UntypedStorage) -> None:
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_DONTNEED)
+        what = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
+        if libc.madvise(*what, MADV_REMOVE):  # it is no memory that others may map, too
+            libc.madvise(*what, MADV_DONTNEED)
 
 
 _log = structlog.get_logger()

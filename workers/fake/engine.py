@@ -31,6 +31,7 @@ from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.engine import NOT_BALANCED, Done, EngineFacts, ProgressReport
 from meshlm.workers.fake.extras import FakeHead, FakeRows, StepArrays, extras_of
 from meshlm.workers.fake.tokens import FACTOR, FIRST_TOKEN, INVERSE, U64, columns, dice, powers
+from meshlm.workers.kv.pages import HostPages, SharedBytes
 from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.rows.changes import I32, I64
@@ -47,6 +48,17 @@ def worker_engine(config: MeshConfig, worker: int, membership: Membership, repor
     while config.parallel.workers_per_rank > 1 and not membership.commit(membership.wait()):
         pass
     return FakeEngine(config, report)
+
+
+def _make_state(config: MeshConfig, num_blocks: int, block_size: int) -> tuple[U64, HostPages | None]:
+    """The slots of all blocks, all zeros; and the same as pages, where those move."""
+    moved, page_bytes = config.kv_transfer, 8 * block_size
+    shared = SharedBytes(num_blocks * page_bytes) if moved.shares_pages else None
+    slots = np.zeros(num_blocks * block_size, np.uint64) if shared is None else shared.array.view(np.uint64)
+    if not moved.moves:
+        return slots, None
+    columns = [slots.view(np.uint8).reshape(num_blocks, page_bytes)]
+    return slots, HostPages(columns, None if shared is None else shared.memory(columns))
 
 
 class FakeEngine:
@@ -76,7 +88,7 @@ class FakeEngine:
         self._states = np.array([spec.carried for spec in specs])
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
-        self._state = np.zeros(num_blocks * block_size, np.uint64)
+        self._state, self.pages = _make_state(config, num_blocks, block_size)
         self._free_at = 0.0
         self._without: tuple[str, ...] = ()  # what sleeps
         self._exchange: StepExchange | None = None  # with other ranks, if they step together

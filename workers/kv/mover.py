@@ -1,0 +1,133 @@
+"""The thread that copies pages of the KV cache from and to other memory, beside the steps and in the order in which it is told.
+
+The stepper hands it a copy behind the steps that were launched before (moves.py). Of an ended session nothing is copied: `session` is
+set in the event loop as soon as a Reset comes, and `wait` returns once the page that was being copied then is done, so that a worker
+that answers a Reset writes and reads nothing of the session before.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from meshlm.protocol.edges.kv import PageMemory
+from meshlm.workers.kv.mapped import UNUSED_S, BadMemory, Mapped, Mappings, columns_of
+from meshlm.workers.kv.pages import Column, KVPages
+
+ENDED = "its session has ended"
+TOO_LATE = "the deadline has passed"
+
+
+class Copied(NamedTuple):
+    """The first `num_pages` of a copy are done; `message` says why the others are not."""
+
+    num_pages: int
+    duration_ns: int = 0
+    message: str = ""
+
+
+class Copy(NamedTuple):
+    """Pages of the KV cache, and their lines of other memory. `done` is called in the mover thread."""
+
+    session: int
+    is_load: bool  # into the KV cache; else out of it
+    pages: Sequence[int]
+    lines: Sequence[int]
+    other: PageMemory | Sequence[Column]  # of another process, or of this one
+    after: object  # a mark of KVPages
+    deadline_ns: int  # monotonic; 0: none
+    done: Callable[[Copied], None]
+
+
+class Mover:
+    """`fatal` is called with a line should the thread end by an error, which is a bug."""
+
+    def __init__(self, pages: KVPages, fatal: Callable[[str], None]) -> None:
+        self.session = 0
+        self._pages, self._fatal = pages, fatal
+        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._copying = threading.Lock()
+        self._mappings = Mappings()
+        threading.Thread(target=self._work, name="mover", daemon=True).start()
+
+    def submit(self, copy: Copy) -> None:
+        """From any thread. `done` is called once it is over, whatever becomes of it."""
+        self._copies.put(copy)
+
+    def wait(self) -> None:
+        """Until nothing of an earlier session is copied any more."""
+        with self._copying:
+            pass
+
+    def close(self) -> None:
+        self._copies.put(None)
+
+    # --- mover thread ---
+
+    def _work(self) -> None:
+        try:
+            while (copy := self._next()) is not None:
+                with self._copying:
+                    copied = self._do(copy)
+                copy.done(copied)
+        except BaseException as error:  # without this thread no page moves, and loads wait until their limits
+            self._fatal(f"the mover died: {type(error).__name__}: {error}".splitlines()[0])
+
+    def _next(self) -> Copy | None:
+        while True:
+            try:
+                return self._copies.get(timeout=UNUSED_S / 2 if len(self._mappings) else None)
+            except queue.Empty:
+                self._mappings.close_unused(time.monotonic())
+
+    def _do(self, copy: Copy) -> Copied:
+        begin_ns = time.monotonic_ns()
+        try:
+            mapped, columns = self._other(copy)
+            self._check(copy, columns)
+        except BadMemory as error:
+            return Copied(0, 0, str(error))
+        places = _Places(copy, mapped, lambda: copy.session == self.session)
+        self._pages.copy(columns, places, is_load=copy.is_load, after=copy.after)
+        return Copied(places.num_given, time.monotonic_ns() - begin_ns, places.message)
+
+    def _other(self, copy: Copy) -> tuple[Mapped | None, Sequence[Column]]:
+        """The memory on the other side. BadMemory."""
+        if not isinstance(copy.other, PageMemory):
+            return None, copy.other
+        mapped = self._mappings.find(copy.other.path, time.monotonic(), writes=not copy.is_load)
+        return mapped, columns_of(copy.other, mapped)
+
+    def _check(self, copy: Copy, columns: Sequence[Column]) -> None:
+        """BadMemory for what does not fit, before anything is read or written."""
+        num_bytes, own = sum(column.shape[1] for column in columns), self._pages
+        if num_bytes != own.page_bytes:
+            raise BadMemory(f"a page has {own.page_bytes} bytes here, and {num_bytes} there")
+        if len(copy.pages) != len(copy.lines):
+            raise BadMemory(f"{len(copy.pages)} pages here, and {len(copy.lines)} there")
+        for side, numbers, count in (("here", copy.pages, own.num_pages), ("there", copy.lines, len(columns[0]))):
+            if numbers and not 0 <= min(numbers) <= max(numbers) < count:
+                wrong = min(numbers) if min(numbers) < 0 else max(numbers)
+                raise BadMemory(f"page {wrong} {side}: there are {count}")
+
+
+class _Places:
+    """The places of a copy, one by one, until it has to stop: `message` says why it did."""
+
+    def __init__(self, copy: Copy, mapped: Mapped | None, is_wanted: Callable[[], bool]) -> None:
+        self._copy, self._mapped, self._is_wanted = copy, mapped, is_wanted
+        self.num_given, self.message = 0, ""
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        for place in zip(self._copy.pages, self._copy.lines, strict=True):
+            if not self._is_wanted():
+                self.message = ENDED
+            elif self._copy.deadline_ns and time.monotonic_ns() >= self._copy.deadline_ns:
+                self.message = TOO_LATE
+            elif self._mapped is not None and not self._mapped.is_whole():
+                self.message = f"the file has become shorter than {self._mapped.size} bytes"
+            if self.message:
+                return
+            self.num_given += 1
+            yield place

@@ -1,0 +1,138 @@
+"""All of a worker that moves KV pages: the mover, the connectors, and what the bytes mean. The stepper thread makes it once there is an
+engine, and only where the settings have pages move (KVTransferConfig.moves).
+
+A MovePages comes by way of the stepper, behind the steps before it; a FindPages from the event loop. Both are answered from other
+threads.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import msgspec
+from msgspec import Struct, structs
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.edges.kv import NAMESPACE_BYTES, FindPages, MovePages, PagesFound, PagesMoved
+from meshlm.protocol.edges.step import WorkerReady
+from meshlm.protocol.operations import OperationId
+from meshlm.protocol.wire.columns import ints, pack_i32
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.engine import EngineFacts
+from meshlm.workers.kv.connector_thread import ConnectorCalls, ConnectorFailed, ConnectorThread, MakeConnector, maker_of
+from meshlm.workers.kv.connectors import Connector
+from meshlm.workers.kv.mover import Copied, Copy, Mover
+from meshlm.workers.kv.pages import KVPages
+
+LAYOUT = 1  # what a page's bytes are, of equal settings: whoever changes layout.py or the attention's order of numbers adds one
+
+
+class PageMoves:
+    """`say` sends an answer to the scheduler, `fatal` ends the process; both from any thread."""
+
+    def __init__(
+        self,
+        config: MeshConfig,
+        worker: int,
+        facts: EngineFacts,
+        pages: KVPages,
+        tell: tuple[Callable[[Struct], None], Callable[[str], None]],
+    ) -> None:
+        """worker: its number in the mesh. tell: `say` and `fatal`. ProcessFatal."""
+        self._say, fatal = tell
+        self._place = worker % config.parallel.workers_per_rank
+        self._pages, self._namespace = pages, namespace_of(config, facts)
+        self._mover = Mover(pages, fatal)
+        options = json.loads(config.kv_transfer.connector_options)
+        self._connectors = {
+            name: self._connector(name, maker_of(name), options) for name in config.kv_transfer.connectors
+        }
+
+    def _connector(self, name: str, make: MakeConnector, options: dict[str, object]) -> ConnectorThread:
+        def made() -> Connector:
+            return make(self._slice_namespace(), self._pages.page_bytes, options)
+
+        try:
+            calls = ConnectorCalls(name, made)
+        except ConnectorFailed as error:
+            raise ProcessFatal(f"--kv-transfer-config: {error}") from None
+        return ConnectorThread(calls, self._mover, self._pages.page_bytes, self._say)
+
+    def _slice_namespace(self) -> bytes:
+        """The namespace of this worker's slices of pages: those of others of its rank have other bytes."""
+        return digest(self._namespace + self._place.to_bytes(4, "little"))
+
+    def described(self, ready: WorkerReady) -> WorkerReady:
+        """The same with what its scheduler has to know of its pages."""
+        pages = self._pages
+        return structs.replace(ready, page_bytes=pages.page_bytes, namespace=self._namespace, pages=pages.memory)
+
+    def begin(self, session: int) -> None:
+        """What is of another session stops; called in the event loop, as soon as a Reset comes."""
+        self._mover.session = session
+
+    def wait(self) -> None:
+        """Until it has stopped; called by the stepper, before the Reset is answered."""
+        self._mover.wait()
+
+    def close(self) -> None:
+        self._mover.close()
+        for connector in self._connectors.values():
+            connector.close()
+
+    def find(self, find: FindPages) -> None:
+        """Called in the event loop."""
+        if (connector := self._connectors.get(find.connector)) is None:
+            self._say(PagesFound(find.number, b"", session=find.session))
+        else:
+            connector.submit(find)
+
+    def move(self, move: MovePages) -> None:
+        """Called by the stepper, behind the steps that were planned before it."""
+        after = self._pages.mark()
+        if move.memory is not None:
+            other, pages, lines = move.memory, ints(move.pages), ints(move.there)
+            done = _Answer(move, self._pages.page_bytes, self._say)
+            self._mover.submit(Copy(move.session, move.is_load, pages, lines, other, after, move.deadline_ns, done))
+        elif (connector := self._connectors.get(move.connector)) is not None:
+            connector.submit(move, after)
+        else:
+            message = f"there is no connector {move.connector!r}" if move.connector else "neither memory nor connector"
+            _Answer(move, self._pages.page_bytes, self._say)(Copied(0, 0, message))
+
+    def forget_weights(self, operation_id: OperationId) -> None:
+        """The weights may be others since this operation: equal keys have other bytes. Its scheduler reckons the same."""
+        self._namespace = digest(self._namespace + operation_id.encode())
+        for connector in self._connectors.values():
+            connector.remake()
+
+
+class _Answer:
+    """Tells the scheduler what became of a MovePages."""
+
+    def __init__(self, move: MovePages, page_bytes: int, say: Callable[[Struct], None]) -> None:
+        self._move, self._page_bytes, self._say = move, page_bytes, say
+
+    def __call__(self, copied: Copied) -> None:
+        move, count = self._move, copied.num_pages
+        failed = pack_i32(range(count, len(move.pages) // 4))
+        num_bytes = count * self._page_bytes
+        self._say(PagesMoved(move.session, move.number, failed, num_bytes, copied.duration_ns, copied.message))
+
+
+def digest(data: bytes) -> bytes:
+    """bytes [NAMESPACE_BYTES]."""
+    return hashlib.sha256(data).digest()[:NAMESPACE_BYTES]
+
+
+def namespace_of(config: MeshConfig, facts: EngineFacts) -> bytes:
+    """What the bytes of a page mean, equal for all workers of a rank and for all ranks of the model with these settings."""
+    parallel, cache = config.parallel, config.cache
+    said = (
+        LAYOUT,
+        config.kv_transfer.fingerprint,
+        (cache.kv_cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype),
+        (facts.block_size, facts.kv_specs),
+        (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+    )
+    return digest(msgspec.json.encode(said))
