@@ -136,8 +136,8 @@ def test_each_future_gets_an_error_of_its_own(tree: list[Source]) -> None:
         for node in ast.walk(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set_exception"
     ]
-    # What a thread has caught, for the one who waits for it: that loads the model, that starts a process.
-    of_one_future = {"workers/io.py", "runtime/sandbox/sandbox.py"}
+    # What a thread has caught, for the one who waits for it: that loads the model, starts a process, calls a connector.
+    of_one_future = {"workers/io.py", "runtime/sandbox/sandbox.py", "workers/kv/connector_thread.py"}
     found = {where.partition(":")[0] for where, value in calls if not is_made_there(value)}
     assert calls
     assert found == of_one_future

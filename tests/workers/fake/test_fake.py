@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from byte_vocabulary import EOS, byte_vocabulary, of_regex
 from fake_oracle import expected_token, expected_vector
+from fake_steps import SPEC, VOCAB, new, plan, run
 from llguidance import LLMatcher
-from tiny_models import resolved_of, spec_of
+from tiny_models import resolved_of
 
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
@@ -18,13 +19,10 @@ from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
-from meshlm.protocol.wire.ids import Row, StepId
+from meshlm.protocol.wire.ids import StepId
 from meshlm.workers.fake.engine import FakeEngine
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
-
-VOCAB = 1000
-SPEC = spec_of(vocab_size=VOCAB, hidden_size=4, head_dim=4, max_position_embeddings=256)
 
 
 def engine(drafts: int = 0, **changes: Any) -> FakeEngine:
@@ -32,19 +30,6 @@ def engine(drafts: int = 0, **changes: Any) -> FakeEngine:
     worker = WorkerConfig(fake_drafts=drafts)
     config = MeshConfig(cache=CacheConfig(block_size=8), worker=worker, resolved=resolved)
     return FakeEngine(config, lambda *news: None)
-
-
-def new(row: int, tokens: list[int], blocks: list[int]) -> NewRow:
-    return NewRow(Row(row), pack_i32(tokens), len(tokens), pack_i32(blocks), SamplingParams())
-
-
-def plan(rows: list[int], starts: list[int], counts: list[int], new_rows: list[NewRow]) -> StepPlan:
-    columns = (pack_i32(rows), pack_i32(starts), pack_i32(counts))
-    return StepPlan(1, StepId(1), *columns, samples=b"", num_tokens=sum(counts), new_rows=new_rows)
-
-
-def run(fake: FakeEngine, one: StepPlan) -> list[int]:
-    return ints(fake.step(one, 0).wait().token_ids)
 
 
 def test_prompt_in_chunks_and_decode() -> None:
