@@ -184,6 +184,8 @@ class Application:
             server.enable_prompt_embeds,
             resolved.num_speculative_tokens,
             self._backend.config.worker.deterministic,
+            resolved.pooling,
+            resolved.max_model_len,
         )
         return openapi.document(self.operations(), self._backend.version, bool(self.keys), facts, server.root_path)
 

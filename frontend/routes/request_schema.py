@@ -4,7 +4,6 @@ Called by openapi.py. What parse.py, messages.py and prompts.py check is written
 holds that requests made from it are served.
 """
 
-import itertools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -15,16 +14,16 @@ from meshlm.frontend.messages import request_schema as anthropic
 from meshlm.frontend.openai.prompts import MAX_PROMPTS
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_LOGPROB_IDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_TOKENS
 from meshlm.frontend.responses_api import request_schema as responses_api
-from meshlm.frontend.vectors.parse import MAX_PAIRS, PAIRS
+from meshlm.frontend.vectors import request_schema as vectors
+from meshlm.frontend.vectors.request_schema import TOKENLESS
+from meshlm.protocol.pooling import PoolingSpec
 from meshlm.runtime.mesh.messages import NEED_CONTENT, PARTS
 from meshlm.runtime.structured_outputs import MAX_CHOICES as MAX_CHOICES_OF_TEXT
 
 Json = dict[str, Any]
-OF_INPUTS = ("EmbeddingRequest", "PoolingRequest", "ClassificationRequest")  # of a server that gives vectors
 FORMS = {"TranscriptionRequest", "TranslationRequest"}
 OF_TOKENS = ("GenerateRequest", "DerenderChatRequest", "DerenderCompletionRequest")
 _TEXT: Json = {"type": "string", "minLength": 1}
-_TOKENLESS = "Text of which the tokenizer makes no token is refused."  # it alone knows which: JSON schema cannot say it
 _NULL: Json = {"type": "null"}
 _STRING: Json = {"type": "string"}
 _CHOICE: Json = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
@@ -44,6 +43,8 @@ class Served(Struct, frozen=True):
     takes_embeds: bool = False
     most_drafts: int = 0
     is_deterministic: bool = False
+    pooling: PoolingSpec | None = None
+    max_model_len: int = 0
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -78,15 +79,17 @@ def refine(schemas: Json, served: Served) -> None:
     either: Json = {"anyOf": [_TEXT, _ids(served, minItems=1)]}
     maybe_empty: Json = {"anyOf": [_STRING, _ids(served)]}
     items = partial(_list, minItems=1, maxItems=MAX_PROMPTS)
-    prompts = "The query and an item are a prompt. " + _TOKENLESS
+    prompts = "The query and an item are a prompt. " + TOKENLESS
     refined["GenerativeScoringRequest"] = _fields(served) | {
         "query": {"description": prompts, **maybe_empty},
         "items": {"description": prompts, **items(maybe_empty)},
         "label_token_ids": _ids(served, minItems=1, maxItems=MAX_LOGPROB_IDS),
     }
-    for name in OF_INPUTS:
-        refined[name] = _fields(served) | {"input": _prompt(served), "messages": {}}
-    refined |= _of_pairs(served)
+    of_model = vectors.of_model(served.pooling, served.max_model_len) if served.pooling else {}
+    for name, of_body in vectors.of_bodies(_message()).items():
+        refined[name] = _fields(served) | {"input": _prompt(served)} | of_body | of_model.get(name, {})
+        if name in schemas:
+            schemas[name] |= vectors.conditions(name)
     for name, fields in refined.items():
         if name in schemas:
             properties = schemas[name]["properties"]
@@ -109,30 +112,10 @@ def refine(schemas: Json, served: Served) -> None:
         for name in ("InputTokensRequest", "CompactRequest"):  # which may go on with a conversation without more input
             goes_on = [field for field in GOES_ON if field in schemas[name]["properties"]]
             schemas[name]["anyOf"] = [{"required": [field], "properties": {field: {"not": _NULL}}} for field in goes_on]
-    for name in OF_INPUTS:
-        if name in schemas:
-            schemas[name]["oneOf"] = [_given("input", "messages"), _given("messages", "input")]
-    if "ScoreRequest" in schemas:
-        given = [{"required": pair, "properties": {name: {"not": _NULL} for name in pair}} for pair in PAIRS]
-        schemas["ScoreRequest"]["anyOf"] = given
     if "TokenizeRequest" in schemas:
         schemas["TokenizeRequest"]["oneOf"] = [_given("prompt", "messages"), _given("messages", "prompt")]
     if "DetokenizeRequest" in schemas:
         schemas["DetokenizeRequest"]["properties"]["tokens"] = _ids(served)
-
-
-def _of_pairs(served: Served) -> Json:
-    """The fields of bodies whose texts are compared or embedded in lists, by body."""
-    texts = _list(_STRING, minItems=1, maxItems=MAX_PAIRS)
-    one_or_more = {"description": _TOKENLESS, **_or_null(_STRING, texts)}
-    documents = {"anyOf": [_STRING, _object(["text"], {"text": _STRING})]}
-    several = _list(documents, minItems=1, maxItems=MAX_PAIRS)
-    return {
-        "ScoreRequest": _fields(served) | dict.fromkeys(itertools.chain(*PAIRS), one_or_more),
-        "RerankRequest": _fields(served) | {"documents": {"description": _TOKENLESS, "anyOf": [_STRING, several]}},
-        "CohereEmbedRequest": _fields(served)
-        | {"texts": {"description": _TOKENLESS, **_or_null(_list(_STRING, minItems=1, maxItems=MAX_PROMPTS))}},
-    }
 
 
 def _refine_forms(schemas: Json, served: Served) -> None:
@@ -245,7 +228,7 @@ def _ids(served: Served, **limits: int) -> Json:
 def _prompt(served: Served) -> Json:
     ids = _ids(served, minItems=1)
     several = [_list(kind, minItems=1, maxItems=MAX_PROMPTS) for kind in (_TEXT, ids)]
-    return {"description": f"Text, token ids, or a list of either. {_TOKENLESS}", "anyOf": [_TEXT, ids, *several]}
+    return {"description": f"Text, token ids, or a list of either. {TOKENLESS}", "anyOf": [_TEXT, ids, *several]}
 
 
 def _message(*, takes_embeds: bool = False) -> Json:

@@ -20,6 +20,8 @@ from meshlm.frontend.routes import openapi
 from meshlm.frontend.routes.application import OPERATIONS as ALL
 from meshlm.frontend.routes.application import served
 from meshlm.frontend.routes.request_schema import Served
+from meshlm.protocol.pool import PoolKind
+from meshlm.protocol.pooling import PoolingSpec
 
 Json = dict[str, Any]
 SERVED = Served(("tiny",), 100, 20, takes_tools=True, takes_templates=False, takes_priorities=False)
@@ -177,3 +179,45 @@ def test_the_page_shows_the_routes_of_every_server() -> None:
     api = openapi.document(ALL, "1.2", True, SERVED)
     text = openapi.page(api)
     assert all(f"<code>{path}</code>" in text for path in api["paths"])
+
+
+BERT = PoolingSpec(tasks=("embed", "token_embed"), kind=PoolKind.MEAN, size=384, prompts={"query": "query: "})
+CROSS = PoolingSpec(tasks=("classify",), kind=PoolKind.CLS, size=1, matryoshka=True)
+OF_VECTORS: list[tuple[str, PoolingSpec, Json, bool]] = [
+    ("EmbeddingRequest", BERT, {"input": "a"}, True),
+    ("EmbeddingRequest", BERT, {"input": ["a", "b"], "truncate_prompt_tokens": 256}, True),
+    ("EmbeddingRequest", BERT, {"input": ""}, False),
+    ("EmbeddingRequest", BERT, {"input": [[1], []]}, False),
+    ("EmbeddingRequest", BERT, {"input": "a", "truncate_prompt_tokens": 257}, False),
+    ("EmbeddingRequest", BERT, {"input": "a", "dimensions": 8}, False),
+    ("EmbeddingRequest", msgspec.structs.replace(BERT, matryoshka=True), {"input": "a", "dimensions": 8}, True),
+    ("EmbeddingRequest", BERT, {"messages": [{"role": "user", "content": "a"}]}, True),
+    ("EmbeddingRequest", BERT, {"messages": [[{"role": "user", "content": "a"}]]}, True),
+    ("EmbeddingRequest", BERT, {"messages": [[]]}, False),
+    ("EmbeddingRequest", BERT, {"messages": "a"}, False),
+    ("PoolingRequest", BERT, {"input": "a", "task": "token_embed"}, True),
+    ("PoolingRequest", BERT, {"input": "a", "task": "classify"}, False),
+    ("ScoreRequest", BERT, {"text_1": "a", "text_2": ["b"]}, True),
+    ("ScoreRequest", BERT, {"text_1": "a", "text_2": []}, False),
+    ("ScoreRequest", BERT, {"text_1": "a", "documents": "b"}, False),
+    ("ScoreRequest", BERT, {"queries": "a", "documents": "b", "max_tokens_per_doc": 9}, False),
+    ("ScoreRequest", CROSS, {"queries": "a", "documents": "b", "max_tokens_per_doc": 9}, True),
+    ("ScoreRequest", CROSS, {"queries": "a", "documents": "b", "max_tokens_per_doc": 256}, False),
+    ("RerankRequest", CROSS, {"query": "a", "documents": [{"text": "b"}, "c"]}, True),
+    ("RerankRequest", CROSS, {"query": "a", "documents": [{"image": "b"}]}, False),
+    ("RerankRequest", CROSS, {"query": "a", "documents": []}, False),
+    ("CohereEmbedRequest", BERT, {"texts": ["a"], "input_type": "query"}, True),
+    ("CohereEmbedRequest", BERT, {"texts": ["a"], "input_type": "other"}, False),
+    ("CohereEmbedRequest", BERT, {"inputs": [{"content": [{"type": "text", "text": "a"}]}]}, True),
+    ("CohereEmbedRequest", BERT, {"texts": ["a"], "inputs": [{"content": [{"text": "a"}]}]}, False),
+    ("CohereEmbedRequest", BERT, {"images": ["a"]}, False),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "body", "is_right"), OF_VECTORS)
+def test_bodies_for_vectors_say_what_the_model_takes(name: str, spec: PoolingSpec, body: Json, is_right: bool) -> None:
+    """As tests/frontend/vectors/test_vector_bodies.py has it of the server."""
+    facts = msgspec.structs.replace(SERVED, pooling=spec, max_model_len=256)
+    api = openapi.document(ALL, "1.2", True, facts)
+    schema = {**api["components"]["schemas"][name], "components": api["components"]}
+    assert Draft202012Validator(schema).is_valid(body) is is_right
