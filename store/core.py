@@ -72,7 +72,8 @@ class Store:
             client = None
         match message:
             case kv.OpenPages():
-                self._waiting[sender] = event.incarnation, message
+                before, self._waiting[sender] = self._waiting.get(sender), (event.incarnation, message)
+                return [Send(sender, kv.PagesOpened(failed="another one followed"))] if before is not None else []
             case kv.FindPages():
                 return self._find(sender, client, message, now)
             case kv.OfferPages():

@@ -124,6 +124,20 @@ def test_pages_of_another_size_wait_until_nobody_has_the_old_ones() -> None:
     assert len(bench.stores(S1, range(5))) == 5
 
 
+def test_each_opening_has_its_answer() -> None:
+    bench = Bench()
+    bench.opens(S0)
+    bench.finds(S0, [1])
+    bench.stores(S0, [1])
+    bench.finds(S0, [1])
+    bench.lost(S0)
+    assert bench.opens(S1, (50,)) is None
+    assert bench.opens(S1, (40,)) == kv.PagesOpened(failed="another one followed")
+    (opened,) = bench.tick(LEASE_S + 1)
+    assert isinstance(opened.message, kv.PagesOpened)
+    assert opened.message.memory[0].segments == (Segment(0, 40, 40),)
+
+
 def test_a_rank_that_waits_for_its_size_and_dies_is_forgotten() -> None:
     bench = Bench()
     bench.opens(S0)
