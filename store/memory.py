@@ -47,7 +47,8 @@ class Memory:
         self.keys: dict[bytes, Stored] = {}
         self._num_in_use = 0  # slots
         self._num_slots = 0
-        self._free: list[int] = []
+        self._free: list[int] = []  # slots that have been used
+        self._fresh = 0  # those from here on have not: the kernel has given no memory for them
         self._eviction = Eviction()
 
     @property
@@ -59,7 +60,7 @@ class Memory:
         assert not self.in_use
         self.slot_bytes, self._num_slots = slot_bytes, self.num_bytes // slot_bytes
         self.keys, self._eviction = {}, Eviction()
-        self._free = list(range(self._num_slots - 1, -1, -1))
+        self._free, self._fresh = [], 0
 
     def segments(self, page_bytes: Sequence[int], path: str) -> tuple[PageMemory, ...]:
         """The part of each slot that is each worker's, whose pages have so many bytes."""
@@ -76,14 +77,24 @@ class Memory:
         """Slots for a key that is not there, in use by who will write them. None: there is no room."""
         if not 0 < width <= self._num_slots - self._num_in_use:
             return None
-        while len(self._free) < width:
+        while self._num_free < width:
             if (given_up := self._eviction.evict(self._is_in_use)) is None:
                 return None
             self._free += self.keys.pop(given_up).slots
             self._counts.add("kv_store_evicted", "memory")
-        self.keys[key] = stored = Stored(key, tuple(self._free.pop() for _ in range(width)))
+        self.keys[key] = stored = Stored(key, tuple(self._take() for _ in range(width)))
         self._num_in_use += width
         return stored
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._free) + self._num_slots - self._fresh
+
+    def _take(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._fresh += 1
+        return self._fresh - 1
 
     def written(self, stored: Stored, *, is_valid: bool) -> None:
         """The end of WRITING, and of its writer's use."""
@@ -117,20 +128,21 @@ class Memory:
 
     @property
     def stored_bytes(self) -> int:
-        return (self._num_slots - len(self._free)) * self.slot_bytes
+        return (self._num_slots - self._num_free) * self.slot_bytes
 
     def pages(self) -> dict[str, int]:
         """Slots by state, as /metrics has them."""
         return {
             "in_use": self._num_in_use,
-            "stored": self._num_slots - self._num_in_use - len(self._free),
-            "free": len(self._free),
+            "stored": self._num_slots - self._num_in_use - self._num_free,
+            "free": self._num_free,
         }
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         slots = [*self._free, *(slot for stored in self.keys.values() for slot in stored.slots)]
-        assert sorted(slots) == list(range(self._num_slots)), "a slot has two owners, or none"
+        assert sorted(slots) == list(range(self._fresh)), "a slot has two owners, or none"
+        assert self._fresh <= self._num_slots
         for key, stored in self.keys.items():
             assert stored.key == key
             assert stored.num_uses >= (stored.state is State.WRITING)
