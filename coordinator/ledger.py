@@ -49,7 +49,8 @@ class Rank:
     num_hand_offs: int = 0  # requests that it handed off, since this coordinator began
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
-    loading_tokens: int = 0  # whose KV comes from other ranks
+    num_loading: int = 0  # requests whose KV comes from other ranks ...
+    loading_tokens: int = 0  # ... and how much
     decode_tokens: int = 0
     unknown_tokens: int = 0  # of requests that an earlier incarnation of the coordinator dispatched
     num_unstarted: int = 0
@@ -84,9 +85,9 @@ class Rank:
 
     @property
     def room(self) -> int:
-        """The number of tokens that a new request may bring and be computed at once; 0 while others wait."""
+        """The number of tokens that a new request may bring and be computed at once; 0 while others wait for room."""
         load = self.load
-        if not self.open or load is None or load.num_waiting:
+        if not self.open or load is None or load.num_waiting > self.num_loading:
             return 0
         return load.num_free_blocks * load.block_size - self.prefill_tokens - self.loading_tokens
 
@@ -128,6 +129,7 @@ class Rank:
         self.requests[request_id] = entry
         self.prefill_tokens += entry.prefill
         self.loading_tokens += entry.loaded
+        self.num_loading += entry.loaded > 0
         self.decode_tokens += entry.output
         self.num_unstarted += 1
         self.num_fresh += 1
@@ -138,6 +140,7 @@ class Rank:
             return None
         self.prefill_tokens -= entry.prefill
         self.loading_tokens -= entry.loaded
+        self.num_loading -= entry.loaded > 0
         self.num_unstarted -= 1
         entry.prefill, entry.loaded, entry.waiting = 0, 0, False
         return entry
@@ -147,6 +150,7 @@ class Rank:
         if entry is not None:
             self.prefill_tokens -= entry.prefill
             self.loading_tokens -= entry.loaded
+            self.num_loading -= entry.loaded > 0
             self.decode_tokens -= entry.output
             self.num_unstarted -= entry.waiting
 
@@ -161,5 +165,6 @@ class Rank:
         entries = self.requests.values()
         assert self.prefill_tokens == sum(entry.prefill for entry in entries)
         assert self.loading_tokens == sum(entry.loaded for entry in entries)
+        assert self.num_loading == sum(entry.loaded > 0 for entry in entries)
         assert self.decode_tokens == sum(entry.output for entry in entries)
         assert self.num_unstarted == sum(entry.waiting for entry in entries)

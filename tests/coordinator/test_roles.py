@@ -166,6 +166,23 @@ def test_an_idle_rank_for_prompts_decodes_while_those_that_decode_are_full() -> 
     assert mesh.core.ranks[S0].prefill_tokens == 1
 
 
+def test_a_request_that_loads_is_no_queue() -> None:
+    mesh = bench(S0, S1)
+    one, other = prompt("one"), prompt("other", handle=5)
+    mesh.says(S1, roomy(1))  # it is not idle
+    for request in (one, other):
+        assert assign(mesh, request)[0] == S0
+    mesh.says(S0, roomy(returned=(handed("one"), handed("other", handle=5))))
+    assert assign(mesh, second(one, 7))[0] == S1
+    mesh.says(S1, roomy(1, 1))
+    assert assign(mesh, second(other, 7))[0] == S1, "although the other rank is idle"
+    mesh.says(S1, roomy(1, 3))
+    third = prompt("third", handle=9)
+    assert assign(mesh, third)[0] == S0
+    mesh.says(S0, roomy(returned=(handed("third", handle=9),)))
+    assert assign(mesh, second(third, 7))[0] == S0, "one that loads nothing waits"
+
+
 @pytest.mark.parametrize("died", [False, True])
 def test_a_rank_that_handed_off_and_is_gone_holds_nothing(died: bool) -> None:
     """What it had is computed again: a prompt like any other."""
