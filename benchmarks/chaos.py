@@ -21,6 +21,7 @@ import signal
 import statistics
 import sys
 import time
+import urllib.request
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
 NOTICE_S = 0.05  # what is on its way when a process dies still arrives
 KEPT_FAILURES = 20
+MOVED = ("request_hand_offs_total", "kv_loaded_blocks_total")  # where ranks have roles
 
 
 @dataclass
@@ -282,6 +284,9 @@ def parse(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES), help="whose processes may die")
     parser.add_argument("--tokens", type=int, nargs=2, default=[16, 64], help="shortest and longest answer")
+    parser.add_argument(
+        "--longer", type=int, default=0, help="tokens of a prompt beyond a few (--dp-roles hands off long ones)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--healed-share",
@@ -314,13 +319,14 @@ def serve_flags(arguments: argparse.Namespace, rest: list[str]) -> list[str]:
 async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     mesh = Mesh(serve_flags(arguments, rest))
     try:
-        asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device)
+        asks = draw_asks(arguments.streams, arguments.seed, tuple(arguments.tokens), arguments.device, arguments.longer)
         chaos = Chaos(mesh, asks, arguments)
         await chaos.learn_reference()
         print(f"the undisturbed run is known; {len(asks)} requests", file=sys.stderr)
         await chaos.run()
         report = chaos.report()
         report["processes"] = [summary(process) for process in mesh.processes()]
+        report["moved"] = {name: metric(mesh.port, name) for name in MOVED}
     finally:
         code = mesh.stop()
         if arguments.keep_logs:
@@ -330,6 +336,13 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
         {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(f).items()} for f in chaos.faults
     ]
     return report
+
+
+def metric(port: int, name: str) -> float:
+    """The sum of a metric over all ranks."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meshlm:{name}{{"))
 
 
 def summary(process: Process) -> dict[str, Any]:

@@ -28,10 +28,11 @@ class Ask(NamedTuple):
     body: dict[str, Any]
 
 
-def draw_asks(count: int, seed: int, tokens: tuple[int, int], device: str) -> list[Ask]:
-    """Greedy and seeded ones, of different prompts and lengths, some with stop strings; on a GPU they are as long as they may be."""
+def draw_asks(count: int, seed: int, tokens: tuple[int, int], device: str, longer: int = 0) -> list[Ask]:
+    """Greedy and seeded ones, of different prompts and lengths, some with stop strings; on a GPU they are as long as they may be.
+    longer: tokens, about, that each prompt has beyond a few."""
     dice = random.Random(seed)
-    asks = [Ask(number, _body(dice, number, tokens, device != "cpu")) for number in range(count)]
+    asks = [Ask(number, _body(dice, number, tokens, device != "cpu", longer)) for number in range(count)]
     if device == "cuda":
         for ask in asks:
             ask.body["ignore_eos"] = True
@@ -39,8 +40,8 @@ def draw_asks(count: int, seed: int, tokens: tuple[int, int], device: str) -> li
     return asks
 
 
-def _body(dice: random.Random, number: int, tokens: tuple[int, int], as_ids: bool) -> dict[str, Any]:
-    length = dice.randint(4, 60 if as_ids else 20)
+def _body(dice: random.Random, number: int, tokens: tuple[int, int], as_ids: bool, longer: int) -> dict[str, Any]:
+    length = dice.randint(4, 60 if as_ids else 20) + longer
     prompt: Any = " ".join(["Once", "upon", "a", "time"] * (number % 3 == 0) + dice.choices(WORDS, k=length))
     if as_ids:
         prompt = [300] * 20 * (number % 3 == 0) + [dice.randrange(300, 40_000) for _ in range(length)]

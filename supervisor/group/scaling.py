@@ -40,7 +40,9 @@ def _refused(c: MeshConfig, num_ranks: object, drain_s: object) -> Rules:
     yield renders, "--dp", "this mesh renders alone; it has no ranks"
     num_prefill = c.kv_transfer.num_prefill_ranks
     few = isinstance(num_ranks, int) and 0 < num_prefill >= num_ranks
-    why = f"a rank has to decode beside those for prompts ({c.kv_transfer.dp_roles}); `meshlm set dp-roles` changes that"
+    why = (
+        f"a rank has to decode beside those for prompts ({c.kv_transfer.dp_roles}); `meshlm set dp-roles` changes that"
+    )
     yield few, f"--dp {num_ranks}", why
     why = "the ranks of this mesh share experts and step together; their number is fixed, since each has loaded its share of the "
     yield c.lockstep, "--dp", f"{why}experts for it"

@@ -86,7 +86,9 @@ def test_ranks_that_come_decode_and_one_that_decodes_stays() -> None:
     kv = host.config.kv_transfer
     assert (kv.dp_roles, kv.num_prefill_ranks) == ("prefill:2,decode:2", 2)
     host.ranks.changed("")
-    says = "--dp 2: a rank has to decode beside those for prompts (prefill:2,decode:2); `meshlm set dp-roles` changes that"
+    says = (
+        "--dp 2: a rank has to decode beside those for prompts (prefill:2,decode:2); `meshlm set dp-roles` changes that"
+    )
     assert host.ranks.scale(2, 1.0) == says
     assert host.ranks.scale(3, 1.0) == ""
     assert SetRanks(3).applied(host.config) == host.config
