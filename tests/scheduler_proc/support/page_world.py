@@ -8,6 +8,7 @@ from collections import deque
 from hashlib import sha256
 from typing import Any
 
+from cache_subscriber import Subscriber
 from kv_device import BLOCK, FULL
 from page_store import PageStore
 
@@ -17,6 +18,7 @@ from meshlm.protocol.edges.kv import KEY_BYTES, NOT_HERE, FindPages, MovePages, 
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.kv import ChunkedAttention, KVSpec, RecurrentState, SlidingWindow
+from meshlm.protocol.kv_events import hash_of
 from meshlm.protocol.operations import CallWorkers, Operation, OperationDone, OperationId, ResetPrefixCache
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
@@ -245,6 +247,7 @@ class World:
         )
         self.store = PageStore(self, store_pages) if store_pages else None
         self.cores: list[Scheduler] = []
+        self.subscribers = [Subscriber() for _ in range(num_ranks)]
         self.workers: list[list[Worker]] = []
         for rank in range(num_ranks):
             first = rank * num_workers
@@ -262,6 +265,7 @@ class World:
             num_workers=self.num_workers,
             first_worker=rank * self.num_workers,
             kv_transfer=self.config,
+            kv_events=True,
         )
         return Scheduler(limits)
 
@@ -290,6 +294,13 @@ class World:
             self._take(rank, sends)
             core.check()
         self._take(rank, core.report())
+        self._follow(rank)
+
+    def _follow(self, rank: int) -> None:
+        """Whoever follows the events of a rank's prefix cache believes in nothing that is not there."""
+        subscriber, pool = self.subscribers[rank], self.cores[rank].batching.kv.pool
+        subscriber.apply(self.cores[rank].kv_events())
+        assert {name for name, _ in subscriber.known} <= set(map(hash_of, pool._cached))
 
     def _take(self, rank: int, sends: list[Send]) -> None:
         me = Identity(Role.SCHEDULER, rank)
