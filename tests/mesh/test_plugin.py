@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
 import pytest
 from example_plugin import install
-from serving import serving
+from serving import Serving, serving
 from split_models import FLAGS, PROMPTS, SHAPE, greedy, reference, small_model
 
 pytestmark = pytest.mark.mesh
@@ -102,6 +103,35 @@ def test_a_drafter_of_another_package(tmp_path: Path, installed: Path) -> None:
             if "spec_decode_num_draft_tokens" in line
         ]
         assert any(float(line.rpartition(" ")[2]) for line in drafted if not line.startswith("#"))
+
+
+def test_pages_in_a_folder_outlive_the_mesh(installed: Path, tmp_path: Path) -> None:
+    """Whoever is started again finds them; what was changed there is computed."""
+    folder, prompt = tmp_path / "kv", list(range(300, 365))
+    options = {"kv_connector": "tiny_folder", "kv_connector_extra_config": {"folder": str(folder)}}
+    flags = ("--device", "fake", "--kv-transfer-config", json.dumps(options))
+    body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+
+    def ask(server: Serving) -> tuple[list[int], int]:
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300).json()
+        return answer["choices"][0]["token_ids"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def saved() -> list[Path]:
+        return [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("tmp")]
+
+    with serving(*flags) as server:
+        text, cached = ask(server)
+        assert cached == 0
+        limit = time.monotonic() + 60
+        while len(saved()) < 4:
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+    with serving(*flags) as server:
+        assert ask(server) == (text, 64)
+    for path in saved():
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    with serving(*flags) as server:
+        assert ask(server) == (text, 0)
 
 
 def test_an_io_processor_by_http_and_in_python(installed: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.runtime import io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.parsers import registry as parsers
 from meshlm.workers.attention import backend
+from meshlm.workers.kv.connector_thread import maker_of
 from meshlm.workers.speculative import drafters
 found = {group: plugins.names(group, os.environ) for group in plugins.GROUPS}
 plugins.run_general(os.environ)
@@ -28,6 +29,7 @@ parsers.load(os.environ, "", "")
 loggers = StatLoggers(None)
 loggers.load(MeshConfig(), 0, os.environ)
 processor = io_processors.make("tiny_nearest", MeshConfig(), os.environ)
+connector = maker_of("tiny_folder")(b"n" * 16, 4, {"folder": os.environ["MESHLM_TINY_NOTES"] + ".kv"})
 print(json.dumps({
     "found": found,
     "family": "TinyForCausalLM" in registry.families(),
@@ -40,6 +42,7 @@ print(json.dumps({
     "loggers": bool(loggers),
     "platform": [platforms.named("tiny").kv_cache_bytes(), callable(platforms.engine_of(platforms.named("tiny")))],
     "processors": [kind.__name__ for kind in logits_processors.loaded(logits_processors.names((), os.environ))],
+    "connector": list(connector.find([b"k" * 32], {})),
     "drafter": drafters._of_plugin("tiny_echo").__name__,
     "prompts": io_processors.prompts_of(processor, {"question": "a", "texts": ["b"]}, ""),
 }))
@@ -65,6 +68,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "loggers": True,
         "platform": [64 << 20, True],
         "processors": ["TargetToken"],
+        "connector": [False],
         "drafter": "Echo",
         "prompts": ["a", "b"],
     }
