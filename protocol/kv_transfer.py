@@ -1,8 +1,11 @@
 """The extra of a request whose KV comes from, or goes to, another mesh: `kv_transfer_params`, as vLLM's proxies and llm-d send them."""
 
+import hashlib
 import json
+import re
 from typing import Any
 
+from meshlm.protocol.config.kv_transfer import PageTransfer
 from meshlm.protocol.extra_kind import ExtraKind
 
 NAME = "kv_transfer_params"  # the field of requests and answers
@@ -55,3 +58,21 @@ def transfer_of(given: dict[str, Any] | None, *, has_connector: bool) -> tuple[K
     if len(params) > MAX_BYTES:
         raise ValueError(f"at most {MAX_BYTES} bytes")
     return (KVTransfer(params, loads, leaves),)
+
+
+# As vLLM's P2P proxies name requests: both addresses, and what tells requests apart.
+_ADDRESSES = re.compile(r"___prefill_addr_([^_]+):(\d{1,5})___decode_addr_([^_]+):(\d{1,5})_")
+
+
+def transfer_of_id(request_id: str, transfer: PageTransfer) -> tuple[KVTransfer, ...]:
+    """The extra of a request whose id carries the addresses of both meshes; none where it does not. Its digest is the ticket."""
+    found = _ADDRESSES.search(request_id)
+    if found is None:
+        return ()
+    prefill_host, prefill_port, decode_host, decode_port = found.groups()
+    params: dict[str, Any] = {"ticket": hashlib.sha256(request_id[found.start() :].encode()).hexdigest()}
+    params |= {"remote_host": prefill_host, "remote_port": int(prefill_port)}
+    if transfer.pushes:
+        params |= {"push_host": decode_host, "push_port": int(decode_port)}
+    loads = transfer.role == "kv_consumer"
+    return (KVTransfer(json.dumps(params).encode(), loads, not loads),)

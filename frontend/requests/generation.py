@@ -40,6 +40,7 @@ from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.extras import generates
+from meshlm.protocol.kv_transfer import transfer_of_id
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
 from meshlm.runtime.client.draft_metrics import drafts_told
@@ -142,6 +143,9 @@ class Generation:
         header = request.headers.get("x-request-id") if form.named_by_header else ""
         name = idempotency_key.key if idempotency_key else header or parsed_request.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
+        if (transfer := backend.config.kv_transfer.transfer) is not None and transfer.by_request_id:
+            extras = *parsed_request.mesh.extras, *transfer_of_id(name, transfer)
+            parsed_request = parsed_request.with_mesh(extras=extras)
         answer_name = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
         request.scope.get(NAME, [""])[0] = answer_name  # also of a refusal
         started, created = time.monotonic(), int(time.time())

@@ -7,6 +7,21 @@ from msgspec import Meta, Struct
 ROLES = ("prefill", "decode")
 
 
+class PageTransfer(Struct, frozen=True, kw_only=True):
+    """A connector between meshes (workers/kv/remote/), as --kv-transfer-config has it. It is never a flag."""
+
+    connector: str  # its name there
+    role: Literal["kv_producer", "kv_consumer", "kv_both"]
+    host: str  # where this node's workers listen ...
+    port: int  # ... that of the first; the others follow. 0: any
+    buffer_bytes: int = 0  # of pages that other meshes send
+    by_request_id: bool = False  # request ids carry the addresses; else kv_transfer_params do
+    pushes: bool = False  # pages are sent as soon as they are there; else they wait to be asked for
+    lease_s: float = 30.0  # so long do they wait
+    proxy: str = ""  # HOST:PORT of a proxy that is told every few seconds that this mesh is here ...
+    http_address: str = ""  # ... where it serves
+
+
 class KVTransferConfig(Struct, frozen=True, kw_only=True):
     """Flags, and below them what they come to. Names are vLLM's where the meaning is the same."""
 
@@ -34,7 +49,8 @@ class KVTransferConfig(Struct, frozen=True, kw_only=True):
     ] = ""
 
     # Set by the supervisor before any child starts (supervisor/settings/kv_transfer.py); none of these is a flag.
-    connectors: tuple[str, ...] = ()  # of the workers, by name: plug-ins, and those between meshes
+    connectors: tuple[str, ...] = ()  # of the workers, by name: plug-ins
+    transfer: PageTransfer | None = None  # between meshes
     engine_id: str = ""  # of this mesh, for others
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     connector_options: str = "{}"  # kv_connector_extra_config, JSON
@@ -54,7 +70,12 @@ class KVTransferConfig(Struct, frozen=True, kw_only=True):
     @property
     def moves(self) -> bool:
         """Whether pages move at all; if not, nothing of it costs anything."""
-        return self.has_store or self.shares_pages or bool(self.connectors)
+        return self.has_store or self.shares_pages or bool(self.connectors) or self.transfer is not None
+
+    @property
+    def asks_by_request(self) -> bool:
+        """Whether a request's kv_transfer_params find somebody who heeds them."""
+        return bool(self.connectors) or (self.transfer is not None and not self.transfer.by_request_id)
 
 
 def counts_of(dp_roles: str) -> dict[str, int]:

@@ -17,12 +17,11 @@ from meshlm.protocol.config import KVTransferConfig, MeshConfig, Resolved
 from meshlm.protocol.config.kv_transfer import num_prefill_ranks
 from meshlm.runtime import plugins
 from meshlm.supervisor.errors import UsageError, raised_as
-from meshlm.supervisor.settings import kv_store
+from meshlm.supervisor.settings import kv_connectors, kv_store
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
 FLAG, ROLES_FLAG = "--kv-transfer-config", "--dp-roles"
-BUILT_IN: tuple[str, ...] = ()  # connectors of this package, by vLLM's names
 KEYS = (
     *("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"),
     *("kv_ip", "kv_port", "kv_rank", "kv_parallel_size", "kv_buffer_size", "kv_buffer_device"),
@@ -106,11 +105,11 @@ def _connectors(c: KVTransferConfig) -> dict[str, Any]:
     options = given.get("kv_connector_extra_config", {})
     if given["kv_connector"] == kv_store.CONNECTOR:
         return kv_store.settled(given, options, c)
-    found = {"engine_id": given.get("engine_id", ""), "connectors": (given["kv_connector"],)}
-    if (policy := given.get("kv_load_failure_policy")) is not None:
-        found["load_failure_policy"] = policy
-    found["connector_options"] = json.dumps(options)
-    return found
+    policy = given.get("kv_load_failure_policy")
+    found = {"engine_id": given.get("engine_id", "")} | ({} if policy is None else {"load_failure_policy": policy})
+    if given["kv_connector"] in kv_connectors.NAMES:
+        return found | {"transfer": kv_connectors.transfer_of(given)}
+    return found | {"connectors": (given["kv_connector"],), "connector_options": json.dumps(options)}
 
 
 def _keys(given: dict[str, Any]) -> Rules:
@@ -118,7 +117,7 @@ def _keys(given: dict[str, Any]) -> Rules:
         close = difflib.get_close_matches(key, KEYS, 1)
         yield key not in KEYS, f"{FLAG}: {key}", "unknown" + (f"; {close[0]} is one" if close else "")
     name = given.get("kv_connector")
-    there = (kv_store.CONNECTOR, *BUILT_IN, *plugins.names(plugins.KV_CONNECTORS, os.environ))
+    there = (kv_store.CONNECTOR, *kv_connectors.NAMES, *plugins.names(plugins.KV_CONNECTORS, os.environ))
     text = f"no such connector; there are {', '.join(there)}"
     yield name not in there, f"{FLAG}: kv_connector {json.dumps(name)}", text
     policy, policies = given.get("kv_load_failure_policy", "recompute"), ("recompute", "fail")

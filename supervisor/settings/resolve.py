@@ -109,7 +109,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         logits_processors=processors,
         general_plugins=bool(plugins.names(plugins.GENERAL, os.environ)),
         stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
-        transfers_kv=bool(config.kv_transfer.connectors),
+        transfers_kv=config.kv_transfer.asks_by_request,
         digest="",
     )
     check(determinism.rules(config, resolved, family))

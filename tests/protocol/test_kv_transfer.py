@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from meshlm.protocol.kv_transfer import MAX_BYTES, transfer_of
+from meshlm.protocol.config.kv_transfer import PageTransfer
+from meshlm.protocol.kv_transfer import MAX_BYTES, transfer_of, transfer_of_id
+from meshlm.protocol.remote_pages import TICKET_BYTES
 
 WHERE = {"remote_engine_id": "e", "remote_host": "10.0.0.2", "remote_port": 5600, "remote_block_ids": [1, 2]}
 
@@ -47,3 +49,23 @@ def test_what_cannot_be_honoured_is_named(given: dict[str, Any], said: str) -> N
 def test_a_server_without_a_connector_says_so() -> None:
     with pytest.raises(ValueError, match="--kv-transfer-config"):
         transfer_of({"do_remote_decode": True}, has_connector=False)
+
+
+ID = "cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_93923d63113b4b338973f24d19d4bf11-0"
+
+
+@pytest.mark.parametrize(("role", "loads"), [("kv_producer", False), ("kv_consumer", True)])
+@pytest.mark.parametrize("pushes", [False, True])
+def test_a_request_id_carries_both_addresses(role: Any, loads: bool, pushes: bool) -> None:
+    transfer = PageTransfer(
+        connector="P2pNcclConnector", role=role, host="h", port=1, by_request_id=True, pushes=pushes
+    )
+    (found,) = transfer_of_id(ID, transfer)
+    params = json.loads(found.params)
+    assert (found.loads, found.leaves) == (loads, not loads)
+    assert (params["remote_host"], params["remote_port"]) == ("10.0.1.2", 21001)
+    assert ("push_host" in params) is pushes
+    assert len(bytes.fromhex(params["ticket"])) == TICKET_BYTES
+    (bare,) = transfer_of_id(ID.removeprefix("cmpl-"), transfer)
+    assert json.loads(bare.params)["ticket"] == params["ticket"]  # both meshes find the same, whatever stands before
+    assert transfer_of_id("cmpl-some", transfer) == ()
