@@ -7,6 +7,7 @@ it takes 20 microseconds for each line of its own. All other processes' counts c
 import asyncio
 import json
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -25,6 +26,7 @@ from meshlm.protocol.edges.control import MeshStats
 # The label of a count that another process keeps: its sum over that process' incarnations is the counter.
 INCARNATION = "incarnation"
 RANKS_AT_ONCE = 2
+_PREFIX = re.compile(rb"^(# (?:HELP|TYPE) )?meshlm:", re.MULTILINE)
 _two_doubles = struct.Struct("dd").unpack_from
 
 Labels = tuple[tuple[str, str], ...]
@@ -46,6 +48,11 @@ async def scrape(stats: MeshStats, model: str) -> bytes:
     if len(stats.ranks) <= RANKS_AT_ONCE:
         return exposition(stats, model)
     return await asyncio.to_thread(exposition, stats, model)
+
+
+async def scrape_as_vllm(stats: MeshStats, model: str) -> bytes:
+    """The same with the prefix of vLLM's names (--metrics-prefix)."""
+    return _PREFIX.sub(rb"\1vllm:", await scrape(stats, model))
 
 
 def escaped(value: str) -> str:

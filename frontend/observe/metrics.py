@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from meshlm.frontend.observe.exposition import INCARNATION, exposition, scrape
+from meshlm.frontend.observe.exposition import INCARNATION, exposition, scrape, scrape_as_vllm
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import HOP
 from meshlm.protocol.edges.control import MeshStats, RankStats
@@ -24,7 +24,7 @@ _CHOICES = (1, 2, 5, 10, 20)
 _HERE, _CACHED = "local_compute", "local_cache_hit"
 
 _ENGINE = ("model_name", "engine")
-__all__ = ["Metrics", "exposition", "scrape"]
+__all__ = ["Metrics", "exposition", "scrape", "scrape_as_vllm"]
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level
 _ROLES = ("prefill", "decode")  # of ranks (--dp-roles)
 # By name: the field of RankStats, and the text.

@@ -147,7 +147,8 @@ def _start_metrics(config: MeshConfig, resolved: Resolved, log: Any) -> "tuple[M
     first = parallel.data_parallel_rank or 0
     engines = range(first, first + min(parallel.data_parallel_size, SERIES_FROM_START))
     named, most = resolved.served_names[0], resolved.max_model_len
-    return metrics.Metrics(named, most, engines, metrics.cache_config(config)), metrics.scrape
+    scrape = metrics.scrape_as_vllm if config.observability.metrics_prefix == "vllm" else metrics.scrape
+    return metrics.Metrics(named, most, engines, metrics.cache_config(config)), scrape
 
 
 def observe_tokens(metrics: "Metrics", tracker: RequestTracker, feed: Feed) -> None:

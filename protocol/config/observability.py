@@ -16,6 +16,10 @@ class ObservabilityConfig(Struct, frozen=True, kw_only=True):
     kv_cache_metrics_sample: Annotated[
         float, Meta(gt=0, le=1, description="share of the pages that these metrics look at")
     ] = 0.01
+    metrics_prefix: Annotated[
+        Literal["meshlm", "vllm"],
+        Meta(description="before the names of /metrics; vllm: for routers and dashboards that look for vLLM's"),
+    ] = "meshlm"
     otlp_traces_endpoint: Annotated[
         str,
         Meta(

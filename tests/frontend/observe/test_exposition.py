@@ -8,6 +8,8 @@ from typing import NamedTuple
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from meshlm.frontend.observe import exposition
+
 ROOT = Path(__file__).parents[3]
 WHOLE_MESH = Path(__file__).parents[1] / "support" / "whole_mesh.py"
 PREFIX = "meshlm:"
@@ -102,6 +104,15 @@ def test_the_library_says_the_same_of_the_shared_files(text: str, tmp_path: Path
     here, there = samples(ours), samples(done.stdout)
     assert {one for one in there if "incarnation" not in dict(one[1])} <= here
     assert len(there) > 400
+
+
+def test_names_may_have_the_prefix_of_vllms(text: str) -> None:
+    ours = text
+    renamed = exposition._PREFIX.sub(rb"\1vllm:", ours.encode() + b'x{model_name="meshlm:7b"} 1.0\n').decode()
+    assert "\nmeshlm:" not in renamed
+    assert "# TYPE vllm:num_requests_waiting gauge" in renamed
+    assert renamed.count("vllm:") == ours.count("meshlm:")
+    assert 'model_name="meshlm:7b"' in renamed
 
 
 def test_a_scrape_is_quick(tmp_path: Path) -> None:
