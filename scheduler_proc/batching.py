@@ -67,7 +67,7 @@ class Batching:
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.now_ns = 0  # of the plan that is being made
-        self.begun: Callable[[Request], None] | None = None  # hears of each that starts and has a load
+        self.begun: Callable[[Request], None] | None = None  # hears of each that starts, where pages move
         self._trial = Trial(limits.max_crashes)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         max_rows = min(facts.max_num_seqs, limits.max_num_seqs)
@@ -331,7 +331,7 @@ class Batching:
     def _start(self, builder: PlanBuilder, request: Request, at: int, num_cached: int) -> None:
         """Give the request, which has its first blocks, a row."""
         del self.waiting[at]
-        if request.load is not None and self.begun is not None:
+        if self.begun is not None:
             self.begun(request)
         insort(self.running, request, key=self._key)
         request.row = self._free_rows.pop()

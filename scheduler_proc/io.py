@@ -1,5 +1,6 @@
 """The scheduler's links, timers and clock."""
 
+import os
 import time
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",
         num_stages=parallel.pipeline_parallel_size,
         kv_transfer=config.kv_transfer,
+        secret=os.urandom(16),
         dp_rank=index + (parallel.data_parallel_rank or 0),
     )
 

@@ -30,3 +30,4 @@ class Limits(Struct, frozen=True, kw_only=True):
     counts_drafts: bool = False  # of each request: detokenizers are told how many of its drafts were accepted
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own
     kv_transfer: KVTransferConfig = KVTransferConfig()
+    secret: bytes = b""  # that no other process knows

@@ -56,7 +56,7 @@ class Outbox:
 
     def end(self, row: int, request: Request, reason: FinishReason, stop_token_id: int = -1) -> None:
         ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
-        self.ended.append(Ended(row, reason, stop_token_id, preempted_us=ago_us))
+        self.ended.append(Ended(row, reason, stop_token_id, preempted_us=ago_us, kv_transfer=request.kv_transfer))
 
     def next_logprobs(self, columns: LogprobColumns) -> None:
         """Adds the log-probabilities of the token of the row that comes next."""

@@ -14,7 +14,7 @@ from meshlm.scheduler_proc.connectors.moves import MOVE_NS, Move, Moves
 from meshlm.scheduler_proc.connectors.rates import Rates
 from meshlm.scheduler_proc.connectors.session import LEASE_NS, PageSession
 from meshlm.scheduler_proc.connectors.settled import Settled
-from meshlm.scheduler_proc.connectors.sources import ask, sources_of, take_answer
+from meshlm.scheduler_proc.connectors.sources import Connectors, ask, sources_of, take_answer
 from meshlm.scheduler_proc.kv.lease import Key, Lease
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.states import Wait
@@ -29,7 +29,7 @@ MOST_LOADED = 0.5  # share of the pool that loads hold
 class Loads:
     """The loads of one session, in the order of asking."""
 
-    def __init__(self, session: PageSession, connectors: Sequence[str], rates: Rates, moves: Moves, settled: Settled):
+    def __init__(self, session: PageSession, connectors: Connectors, rates: Rates, moves: Moves, settled: Settled):
         self._session, self._rates, self._moves, self._settled = session, rates, moves, settled
         self._connectors = connectors
         self._requests: dict[Load, list[Request]] = {}  # those that wait for it, or the one for which it is kept

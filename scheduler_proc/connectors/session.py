@@ -29,6 +29,7 @@ class PageSession:
     batching: Batching
     numbers: Iterator[int]  # of leases, offers and moves, in this incarnation of the scheduler
     peers: set[Identity]  # holders that can be reached
+    page_servers: tuple[tuple[str, int], ...] = ()  # where other meshes may read them, by worker; empty: nowhere
     sends: list[Send] = field(default_factory=list)
     store: tuple[PageMemory, ...] = ()  # its memory, by worker; empty: it keeps none of these pages
 

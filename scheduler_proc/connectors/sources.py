@@ -1,6 +1,7 @@
 """Who may have the KV of a request, the question to them, and their answers. Pure; used by loads.py."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from meshlm.protocol.edges.kv import NOT_HERE, FindPages, PagesFound
 from meshlm.protocol.wire.columns import ints
@@ -11,7 +12,14 @@ from meshlm.scheduler_proc.kv.lease import Key
 from meshlm.scheduler_proc.request import Request
 
 
-def sources_of(session: PageSession, request: Request, connectors: Sequence[str]) -> tuple[list[Source], bool]:
+class Connectors(NamedTuple):
+    """Connectors of the workers: those that may have any request's KV, and those that requests name (KVTransfer)."""
+
+    of_all: Sequence[str] = ()
+    by_request: Sequence[str] = ()
+
+
+def sources_of(session: PageSession, request: Request, connectors: Connectors) -> tuple[list[Source], bool]:
     """Those that are asked for a request's KV, in the order in which they are preferred; and whether one of them has computed it for
     this request."""
     params = next((extra.kv_params for extra in request.work.extras if extra.brings_kv), b"")
@@ -19,7 +27,8 @@ def sources_of(session: PageSession, request: Request, connectors: Sequence[str]
     found = [] if holder is None else [Source("rank", next(session.numbers), {holder}, holder)]
     if session.store:
         found.append(Source("store", next(session.numbers), {STORE}, STORE))
-    found += [Source(name, next(session.numbers), set(session.workers), params=params) for name in connectors]
+    names = (*(connectors.by_request if params else ()), *connectors.of_all)
+    found += [Source(name, next(session.numbers), set(session.workers), params=params) for name in names]
     return found, holder is not None or bool(params)
 
 

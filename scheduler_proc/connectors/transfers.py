@@ -18,6 +18,7 @@ from meshlm.protocol.edges.kv import (
     PagesFound,
     PagesMoved,
     PagesOpened,
+    PagesTaken,
     PagesWanted,
 )
 from meshlm.protocol.edges.step import StepPlan, WorkerReady
@@ -25,12 +26,14 @@ from meshlm.protocol.operations import OperationId
 from meshlm.protocol.wire.ids import FinishReason, Identity, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.connectors.holder import Holder
+from meshlm.scheduler_proc.connectors.left import LeftPrompts
 from meshlm.scheduler_proc.connectors.loads import Loads
 from meshlm.scheduler_proc.connectors.moves import Moves
 from meshlm.scheduler_proc.connectors.rates import Rates
 from meshlm.scheduler_proc.connectors.saves import Saves
 from meshlm.scheduler_proc.connectors.session import STORE, PageSession
 from meshlm.scheduler_proc.connectors.settled import Settled
+from meshlm.scheduler_proc.connectors.sources import Connectors
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.request import Request
@@ -41,21 +44,30 @@ from meshlm.scheduler_proc.states import RequestState
 class _Session:
     """All that ends with a session with the workers."""
 
-    def __init__(self, pages: PageSession, connectors: Sequence[str], rates: Rates) -> None:
+    def __init__(self, pages: PageSession, limits: Limits, rates: Rates) -> None:
+        connectors, config = limits.kv_transfer.connectors, limits.kv_transfer
         self.pages = pages
         self.settled = Settled(pages.pool)
         self.moves = Moves(pages)
-        self.loads = Loads(pages, connectors, rates, self.moves, self.settled)
+        by_request = () if config.transfer is None else (config.transfer.connector,)
+        self.loads = Loads(pages, Connectors(connectors, by_request), rates, self.moves, self.settled)
         self.saves = Saves(pages, connectors, self.moves, self.settled)
         self.holder = Holder(pages, self.settled)
+        self.left = None if config.transfer is None else LeftPrompts(pages, config, limits.secret)
         self.num_resets = pages.pool.num_resets
+
+    def begun(self, request: Request) -> None:
+        """A request gets a row."""
+        self.loads.remove(request)
+        if self.left is not None:
+            self.left.begin(request)
 
 
 class Transfers:
     """`table` has the requests; they wait for loads there, and end or leave there."""
 
     def __init__(self, table: RequestTable, limits: Limits, workers: list[Identity]) -> None:
-        self._config, self._table, self._workers = limits.kv_transfer, table, workers
+        self._limits, self._config, self._table, self._workers = limits, limits.kv_transfer, table, workers
         self._session: _Session | None = None
         self._rates, self._numbers = Rates(), count(1)
         self._peers: set[Identity] = set()
@@ -72,6 +84,7 @@ class Transfers:
         if not (moves and facts[0].namespace and batching.kv.prefix_caching):
             return
         memory = tuple(fact.pages for fact in facts if fact.pages is not None)
+        servers = tuple(fact.page_server for fact in facts if fact.page_server is not None)
         pages = PageSession(
             number=number,
             workers=self._workers,
@@ -82,9 +95,10 @@ class Transfers:
             numbers=self._numbers,
             peers=self._peers,
             sends=self._sends,
+            page_servers=servers if len(servers) == len(facts) else (),
         )
-        self._session = session = _Session(pages, self._config.connectors, self._rates)
-        batching.begun = session.loads.remove
+        self._session = session = _Session(pages, self._limits, self._rates)
+        batching.begun = session.begun
         self._open_store()
 
     def _open_store(self) -> None:
@@ -126,8 +140,8 @@ class Transfers:
         if session is None:
             return
         session.loads.remove(request)
-        if any(extra.leaves_kv for extra in request.work.extras) and len(request.tokens) > request.num_given:
-            self._leave(request, session)
+        if session.left is not None and len(request.tokens) > request.num_given:
+            session.left.leave(request, self._table.batching.now_ns)
 
     def _leave(self, request: Request, session: _Session) -> None:
         """Keeps the blocks of its prompt for whoever goes on with it."""
@@ -161,6 +175,8 @@ class Transfers:
             case Tick() if session is not None:
                 session.loads.tick(now_ns)
                 session.holder.tick(now_ns)
+                if session.left is not None:
+                    session.left.tick(now_ns)
         if session is not None:
             self._go_on(session, output)
         sends = list(self._sends)
@@ -191,6 +207,8 @@ class Transfers:
                 session.pages.store = opened.memory if can_read else ()
             case PagesWanted() as wanted:
                 session.saves.wanted(wanted, now_ns)
+            case PagesTaken() as taken if session.left is not None:
+                session.left.taken(sender, taken)
             case PagesMoved() as answer:
                 if (move := session.moves.moved(sender, answer)) is not None:
                     session.loads.moved(move, now_ns)
@@ -227,5 +245,6 @@ class Transfers:
         session.loads.check()
         session.saves.check()
         leases = [*session.loads.leases(), *session.saves.leases(), *session.holder.leases()]
+        leases += session.left.leases() if session.left is not None else []
         assert set(leases) == session.pages.pool.leases, "a lease that nobody ends"
         assert len(leases) == len(set(leases)), "a lease that two end"

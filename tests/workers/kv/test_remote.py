@@ -3,7 +3,7 @@
 import contextlib
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Find, Put, Read
 from meshlm.workers.kv.connectors import Page
 from meshlm.workers.kv.remote.connector import RemoteConnector
 from meshlm.workers.kv.remote.frames import Broken, receive_reply, send, send_page
-from meshlm.workers.kv.remote.server import PageServer
+from meshlm.workers.kv.remote.server import Held, PageServer
 
 PAGE = 1000
 NAMESPACE = b"n" * NAMESPACE_BYTES
@@ -27,20 +27,21 @@ class Mesh:
 
     def __init__(self, buffer_bytes: int = 4 * PAGE) -> None:
         self.cache = np.random.default_rng(len(MESHES)).integers(0, 256, (10, PAGE), np.uint8)
-        self.taken: list[int] = []
+        self.taken: list[tuple[int, int]] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = PageServer(listener, PAGE, self.read, self.taken.append, buffer_bytes)
+        self.server = PageServer(listener, PAGE, self.read, lambda *told: self.taken.append(told), buffer_bytes)
         self.server.namespace = NAMESPACE
+        self.session = 3
         self.connector = RemoteConnector(self.server, 0)
         MESHES.append(self)
 
-    def read(self, page: int, into: Page) -> None:
-        into[:] = self.cache[page]
+    def read(self, session: int, pages: Sequence[int], deadline_ns: int) -> Sequence[Page]:
+        return list(self.cache[list(pages)]) if session == self.session else []
 
     def leave(self, places: dict[bytes, list[int]], ends_in: float = SOON) -> dict[str, Any]:
         """The params of a request whose pages lie here."""
         held: dict[bytes, list[int | Page]] = {key: list(pages) for key, pages in places.items()}
-        self.server.tickets.leave(TICKET, 7, held, time.monotonic() + ends_in)
+        self.server.tickets.leave(TICKET, Held(held, time.monotonic_ns() + int(ends_in * 1e9), 3, 7))
         host, port = self.server.address
         return {"ticket": TICKET.hex(), "remote_host": host, "remote_port": port}
 
@@ -72,7 +73,7 @@ def test_leased_pages_are_read_by_their_ticket() -> None:
     assert list(d.connector.load([key(1), key(2), key(2), key(9)], pages, params)) == [True, True, True, False]
     for page, number in zip(pages, (3, 5, 6), strict=False):
         assert (page == p.cache[number]).all()
-    assert p.taken == [7]
+    assert p.taken == [(3, 7)]
     assert list(d.connector.find([key(1)], params | {})) == [False]  # it was done with
 
 
@@ -87,6 +88,14 @@ def test_a_reset_leaves_nothing_of_the_cache() -> None:
     params = p.leave({key(1): [3]})
     p.server.tickets.reset()
     assert list(d.connector.load([key(1)], empty(1), params)) == [False]
+
+
+def test_a_session_that_ends_while_pages_are_read_ends_the_connection() -> None:
+    p, d = Mesh(), Mesh()
+    params = p.leave({key(1): [3]})
+    p.session = 4
+    with pytest.raises(Broken):
+        d.connector.load([key(1)], empty(1), params)
 
 
 def test_pages_of_another_namespace_are_refused_by_name() -> None:

@@ -1,15 +1,15 @@
 """What a worker lets other meshes read of its KV cache, and what they send it: a TCP server with a thread for each connection.
 
 A *ticket* comes from the scheduler with the pages that it leases (`leave`), or from another mesh with the bytes themselves (Put), which
-are kept in a bounded buffer. A page of the KV cache is read while its lease holds only: the ticket's deadline here is earlier than the
-lease's end there. `reset` is called before the worker answers a Reset, and waits for the page that is being read.
+are kept in a bounded buffer. Pages of the KV cache are read by the mover, in the session of their ticket and before its deadline only,
+which is earlier than the end of their lease.
 """
 
 import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,17 +22,20 @@ from meshlm.workers.kv.remote.frames import Broken, receive_page, receive_reques
 IDLE_S = 60.0  # a connection that says nothing for so long is closed
 MAX_CONNECTIONS = 256
 MAX_WAIT_S = 30.0
+AT_ONCE_BYTES = 16 << 20  # of pages that are read from the KV cache at once
+ReadPages = Callable[[int, Sequence[int], int], Sequence[Page]]
+"""Pages of the KV cache, of a session, until a deadline (monotonic, ns; 0: none). Fewer than were asked for: the rest is nobody's."""
 
 
 class PageServer:
-    """`read(page, into)` copies one page of the KV cache. `taken(number)` is told once a ticket of the scheduler's is done with."""
+    """`read` copies pages of the KV cache. `taken(session, number)` is told once a ticket of the scheduler's is done with."""
 
     def __init__(
         self,
         listener: socket.socket,
         page_bytes: int,
-        read: Callable[[int, Page], None],
-        taken: Callable[[int], None],
+        read: "ReadPages",
+        taken: Callable[[int, int], None],
         buffer_bytes: int = 0,
     ) -> None:
         self.namespace = b""  # set before the first ticket
@@ -84,8 +87,8 @@ class PageServer:
             case Put():
                 self._keep(connection, request)
             case Done(ticket=ticket):
-                if (number := self.tickets.end(ticket)) is not None:
-                    self._taken(number)
+                if (held := self.tickets.end(ticket)) is not None and held.number >= 0:
+                    self._taken(held.session, held.number)
                 send(connection, Reply())
 
     def _refusal(self, request: Find | Put) -> str:
@@ -108,18 +111,22 @@ class PageServer:
         held = self.tickets.find(ticket)
         places = held.of(keys) if held is not None else [None] * len(keys)
         send(connection, Reply(bytes(place is not None for place in places)))
-        page = np.empty(self._page_bytes, np.uint8)
-        for place in places:
-            if place is None:
-                continue
-            if isinstance(place, int):
-                with self.tickets.lock:  # no reset meanwhile
-                    if self.tickets.find(ticket) is not held:
-                        raise Broken("the lease ended")
-                    self._read(place, page)
+        there = [place for place in places if place is not None]
+        at_once = max(1, AT_ONCE_BYTES // self._page_bytes)
+        for at in range(0, len(there), at_once):
+            for page in self._pages(held, there[at : at + at_once]):
                 send_page(connection, page)
-            else:
-                send_page(connection, place)
+
+    def _pages(self, held: "Held | None", places: "list[int | Page]") -> Iterator[Page]:
+        """Broken where the lease has ended."""
+        numbers = [place for place in places if isinstance(place, int)]
+        if not numbers or held is None:
+            yield from (place for place in places if not isinstance(place, int))
+            return
+        read = self._read(held.session, numbers, held.deadline_ns)
+        if len(read) < len(numbers):
+            raise Broken("the lease ended")
+        yield from read
 
     def _keep(self, connection: socket.socket, put: Put) -> None:
         keys = split(put.keys)
@@ -142,10 +149,12 @@ class PageServer:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """What a ticket names. places: numbers of pages of the KV cache, or pages themselves. number: the scheduler's; -1: it has none."""
+    """What a ticket names. places: numbers of pages of the KV cache, or pages themselves, of one kind all. session, number: the
+    scheduler's; -1: it has none."""
 
     places: dict[bytes, list[int | Page]]
-    deadline: float
+    deadline_ns: int = 0  # monotonic; 0: none
+    session: int = 0
     number: int = -1
     num_kept: int = 0  # pages in the buffer
 
@@ -170,10 +179,10 @@ class Tickets:
         self._room = buffer_bytes // page_bytes if page_bytes else 0
         self._num_kept = 0
 
-    def leave(self, ticket: bytes, number: int, places: dict[bytes, list[int | Page]], deadline: float) -> None:
-        """These pages are leased until the deadline (monotonic clock, seconds)."""
+    def leave(self, ticket: bytes, held: "Held") -> None:
+        """The scheduler has leased these pages."""
         with self._come:
-            self._add(ticket, Held(places, deadline, number))
+            self._add(ticket, held)
 
     def keep(self, ticket: bytes, pages: dict[bytes, list[int | Page]], count: int) -> None:
         """Pages that another mesh has sent; those that came first go where there is no room."""
@@ -182,7 +191,7 @@ class Tickets:
                 oldest = next(one for one, held in self._held.items() if held.num_kept)
                 self._remove(oldest)
             self._num_kept += count
-            self._add(ticket, Held(pages, float("inf"), num_kept=count))
+            self._add(ticket, Held(pages, num_kept=count))
 
     def has_room(self, count: int) -> bool:
         return count <= self._room
@@ -196,19 +205,18 @@ class Tickets:
     def find(self, ticket: bytes) -> Held | None:
         with self.lock:
             held = self._held.get(ticket)
-            if held is not None and held.deadline <= time.monotonic():
+            if held is not None and 0 < held.deadline_ns <= time.monotonic_ns():
                 self._remove(ticket)
                 return None
             return held
 
-    def end(self, ticket: bytes) -> int | None:
-        """The number of a ticket of the scheduler's that is done with; None where it is none."""
+    def end(self, ticket: bytes) -> "Held | None":
+        """What a ticket named that is done with."""
         with self.lock:
             held = self._held.get(ticket)
-            if held is None:
-                return None
-            self._remove(ticket)
-            return None if held.number < 0 else held.number
+            if held is not None:
+                self._remove(ticket)
+            return held
 
     def reset(self) -> None:
         """The pages of the KV cache are nobody's any more; what others have sent stays."""
