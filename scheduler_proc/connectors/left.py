@@ -12,8 +12,7 @@ from hashlib import sha256
 
 from meshlm.protocol.config.kv_transfer import KVTransferConfig, PageTransfer
 from meshlm.protocol.edges.kv import LeavePages, PagesTaken
-from meshlm.protocol.extras import find_extra
-from meshlm.protocol.kv_transfer import KVTransfer
+from meshlm.protocol.extra_kind import ExtraKind
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import Identity
 from meshlm.scheduler_proc.connectors.session import PageSession
@@ -43,7 +42,7 @@ class LeftPrompts:
 
     def begin(self, request: Request) -> None:
         """A request gets a row. One that leaves its KV to whoever has its answer's kv_transfer_params gets these."""
-        if self._transfer.by_request_id or not self._session.page_servers or _transfer_of(request) is None:
+        if self._transfer.by_request_id or not self._session.page_servers or _leaving(request) is None:
             return
         (host, port), *_ = self._session.page_servers
         params = {
@@ -61,16 +60,16 @@ class LeftPrompts:
 
     def _ticket(self, request: Request) -> bytes:
         """bytes[TICKET_BYTES]: its own, or one that nobody can guess."""
-        transfer = _transfer_of(request)
+        extra = _leaving(request)
         named = (
-            json.loads(transfer.params).get("ticket") if transfer is not None and self._transfer.by_request_id else None
+            json.loads(extra.kv_params).get("ticket") if extra is not None and self._transfer.by_request_id else None
         )
         return bytes.fromhex(named) if named else sha256(self._secret + request.work.request_id.encode()).digest()
 
     def leave(self, request: Request, now_ns: int) -> None:
         """It ends, and its blocks are still there."""
-        transfer, session = _transfer_of(request), self._session
-        if transfer is None or not session.page_servers:
+        extra, session = _leaving(request), self._session
+        if extra is None or not session.page_servers:
             return
         prefixes, pool = session.kv.prefixes, session.pool
         hashes = session.kv.usable_hashes(request)[: request.num_prompt // session.kv.block_size]
@@ -82,7 +81,7 @@ class LeftPrompts:
         lease = pool.lease(dict.fromkeys(page for _, page in found))
         self._left[number] = Left(lease, deadline_ns + AFTER_NS, set(session.workers))
         keys, pages = b"".join(key for key, _ in found), pack_i32(page for _, page in found)
-        left = LeavePages(session.number, number, self._ticket(request), keys, pages, deadline_ns, transfer.params)
+        left = LeavePages(session.number, number, self._ticket(request), keys, pages, deadline_ns, extra.kv_params)
         for worker in session.workers:
             session.send(worker, left)
 
@@ -108,7 +107,7 @@ class LeftPrompts:
         return [left.lease for left in self._left.values()]
 
 
-def _transfer_of(request: Request) -> KVTransfer | None:
-    """What a request says that leaves its KV."""
-    found = find_extra(request.work.extras, KVTransfer) if request.work.extras else None
-    return found if found is not None and found.leaves else None
+
+def _leaving(request: Request) -> ExtraKind | None:
+    """The extra of a request by which it leaves its KV."""
+    return next((extra for extra in request.work.extras if extra.leaves_kv), None)

@@ -34,7 +34,7 @@ class PageExchange:
         self, transfer: PageTransfer, worker: int, page_bytes: int, read: ReadPages, say: Callable[[PagesTaken], None]
     ) -> None:
         """worker: its number in the mesh, which its port is counted by. ProcessFatal where the address cannot be had."""
-        self._transfer, self._read, self._say = transfer, read, say
+        self._transfer, self._worker, self._read, self._say = transfer, worker, read, say
         port = transfer.port + worker if transfer.port else 0
         try:
             listener = socket.create_server((transfer.host, port))
@@ -85,7 +85,7 @@ class PageExchange:
     # --- threads of its own ---
 
     def _send_prompts(self) -> None:
-        sender = RemoteConnector(self.server, 0)  # addresses in requests' ids are those of the first workers
+        sender = RemoteConnector(self.server, self._worker)
         while (prompt := self._prompts.get()) is not None:
             ticket, held, params = prompt
             numbers = [(key, page) for key, pages in held.places.items() for page in pages if isinstance(page, int)]
