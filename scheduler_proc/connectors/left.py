@@ -107,7 +107,6 @@ class LeftPrompts:
         return [left.lease for left in self._left.values()]
 
 
-
 def _leaving(request: Request) -> ExtraKind | None:
     """The extra of a request by which it leaves its KV."""
     return next((extra for extra in request.work.extras if extra.leaves_kv), None)
