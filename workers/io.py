@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from meshlm.protocol.edges.control import STEPPING, GraphCounts
-from meshlm.protocol.edges.kv import FindPages, MovePages
+from meshlm.protocol.edges.kv import FindPages, LeavePages, MovePages
 from meshlm.protocol.edges.step import (
     LastPlan,
     PrepareExtra,
@@ -305,6 +305,8 @@ class WorkerApp:
                 self._plans.put((message, 0))
             case FindPages() if self._moves is not None:
                 self._moves.find(message)
+            case LeavePages() if self._moves is not None:
+                self._moves.leave(message)
             case ResetGroup():
                 if not self._membership.withdraw():
                     self._leave(message.reason)

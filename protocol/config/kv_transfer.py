@@ -55,6 +55,9 @@ class KVTransferConfig(Struct, frozen=True, kw_only=True):
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
     connector_options: str = "{}"  # kv_connector_extra_config, JSON
     num_prefill_ranks: int = 0  # the first ranks; 0: every rank does both
+    content_fingerprint: str = (
+        ""  # the same without places and times, for other meshes: what the files hold, by samples
+    )
     fingerprint: str = ""  # digest of the model's files and settings that decide what KV is
 
     @property

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from meshlm.supervisor.settings import kv_connectors, kv_store
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
+SAMPLES, SAMPLE_BYTES = 64, 16 << 10
 FLAG, ROLES_FLAG = "--kv-transfer-config", "--dp-roles"
 KEYS = (
     *("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"),
@@ -63,6 +65,12 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
     several = c.parallel.nnodes > 1 or c.network.headless or bool(c.network.listen)
     yield kv.shares_pages and several, ROLES_FLAG, "ranks read one another's pages on one host; this mesh has several"
+    by_id, size = kv.transfer is not None and kv.transfer.by_request_id, c.parallel.data_parallel_size
+    yield (
+        by_id and size > 1,
+        f"--data-parallel-size {size}",
+        "a request's id carries the address of one rank; start a mesh for each",
+    )
     devices, why = ("cpu", "fake"), f"ranks of --device {f.device} cannot read one another's pages; leave it out"
     yield kv.shares_pages and f.device not in devices, ROLES_FLAG, why
     scales = "scales that are calculated at a start are no others', whose pages are moved; leave it out"
@@ -74,16 +82,22 @@ def with_fingerprint(config: MeshConfig) -> MeshConfig:
     """The same with a digest of all that decides what KV is computed, where pages move. Of a resolved configuration."""
     if not config.kv_transfer.moves:
         return config
+    digests = [_digest(config, files) for files in (_files_of, _content_of)]
+    return replace(
+        config, kv_transfer=replace(config.kv_transfer, fingerprint=digests[0], content_fingerprint=digests[1])
+    )
+
+
+def _digest(config: MeshConfig, files: Callable[[Resolved], object]) -> str:
     resolved, model = config.require_resolved(), config.model
     drafter = resolved.drafter
     said = (
-        [(one.spec, _files_of(one), one.load_format, one.dtype) for one in (resolved, drafter) if one is not None],
+        [(one.spec, files(one), one.load_format, one.dtype) for one in (resolved, drafter) if one is not None],
         (model.seed or 0 if "dummy" in (resolved.load_format, drafter and drafter.load_format) else None),
         (model.revision, model.quantization, model.gguf_weights, model.cpu_exact, model.model_impl),
         resolved.max_model_len,  # groups of layers, and some rotations, hang on it
     )
-    digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()
-    return replace(config, kv_transfer=replace(config.kv_transfer, fingerprint=digest))
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()
 
 
 def _files_of(resolved: Resolved) -> list[tuple[str, int, int]]:
@@ -94,6 +108,26 @@ def _files_of(resolved: Resolved) -> list[tuple[str, int, int]]:
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     found = [(file, file.stat()) for file in files if file.is_file()]
     return [(str(file), status.st_size, status.st_mtime_ns) for file, status in found]
+
+
+def _content_of(resolved: Resolved) -> list[tuple[str, int, str]]:
+    """The weights' files: name, bytes, and a digest of SAMPLES runs of them. Of weights in object storage the URL."""
+    if resolved.weights_url:
+        return [(resolved.weights_url, 0, "")]
+    path = Path(resolved.model_path)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [
+        (file.name, size, _sampled(file, size)) for file in files if file.is_file() and (size := file.stat().st_size)
+    ]
+
+
+def _sampled(file: Path, size: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb") as opened:
+        for nth in range(SAMPLES):
+            opened.seek(max(0, (size - SAMPLE_BYTES) * nth // (SAMPLES - 1)))
+            digest.update(opened.read(SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _connectors(c: KVTransferConfig) -> dict[str, Any]:

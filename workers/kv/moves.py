@@ -7,22 +7,25 @@ threads.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import msgspec
+import numpy as np
 from msgspec import Struct, structs
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.edges.kv import NAMESPACE_BYTES, FindPages, MovePages, PagesFound, PagesMoved
+from meshlm.protocol.edges.kv import NAMESPACE_BYTES, FindPages, LeavePages, MovePages, PagesFound, PagesMoved
 from meshlm.protocol.edges.step import WorkerReady
 from meshlm.protocol.operations import OperationId
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.kv.connector_thread import ConnectorCalls, ConnectorFailed, ConnectorThread, MakeConnector, maker_of
-from meshlm.workers.kv.connectors import Connector
+from meshlm.workers.kv.connectors import Connector, Page
 from meshlm.workers.kv.mover import Copied, Copy, Mover
 from meshlm.workers.kv.pages import KVPages
+from meshlm.workers.kv.remote.exchange import PageExchange
 
 LAYOUT = 1  # what a page's bytes are, of equal settings: whoever changes layout.py or the attention's order of numbers adds one
 
@@ -41,16 +44,25 @@ class PageMoves:
         """worker: its number in the mesh. tell: `say` and `fatal`. ProcessFatal."""
         self._say, fatal = tell
         self._place = worker % config.parallel.workers_per_rank
-        self._pages, self._namespace = pages, namespace_of(config, facts)
+        self._pages = pages
+        kv = config.kv_transfer
+        self._namespace = namespace_of(config, facts, kv.fingerprint)
+        self._between = namespace_of(config, facts, kv.content_fingerprint)  # the same, for other meshes
         self._mover = Mover(pages, fatal)
         options = json.loads(config.kv_transfer.connector_options)
         self._connectors = {
             name: self._connector(name, maker_of(name), options) for name in config.kv_transfer.connectors
         }
+        self._exchange: PageExchange | None = None
+        if (transfer := config.kv_transfer.transfer) is not None:
+            exchange = self._exchange = PageExchange(transfer, worker, pages.page_bytes, self._read, self._say)
+            exchange.rename(self._slice(self._between))
+            make = lambda *_: exchange.connector(self._place)  # noqa: E731
+            self._connectors[transfer.connector] = self._connector(transfer.connector, make, options)
 
     def _connector(self, name: str, make: MakeConnector, options: dict[str, object]) -> ConnectorThread:
         def made() -> Connector:
-            return make(self._slice_namespace(), self._pages.page_bytes, options)
+            return make(self._slice(self._namespace), self._pages.page_bytes, options)
 
         try:
             calls = ConnectorCalls(name, made)
@@ -58,18 +70,22 @@ class PageMoves:
             raise ProcessFatal(f"--kv-transfer-config: {error}") from None
         return ConnectorThread(calls, self._mover, self._pages.page_bytes, self._say)
 
-    def _slice_namespace(self) -> bytes:
+    def _slice(self, namespace: bytes) -> bytes:
         """The namespace of this worker's slices of pages: those of others of its rank have other bytes."""
-        return digest(self._namespace + self._place.to_bytes(4, "little"))
+        return digest(namespace + self._place.to_bytes(4, "little"))
 
     def described(self, ready: WorkerReady) -> WorkerReady:
         """The same with what its scheduler has to know of its pages."""
         pages = self._pages
-        return structs.replace(ready, page_bytes=pages.page_bytes, namespace=self._namespace, pages=pages.memory)
+        address = None if self._exchange is None else self._exchange.address
+        told = {"page_bytes": pages.page_bytes, "namespace": self._namespace, "pages": pages.memory}
+        return structs.replace(ready, **told, page_server=address)
 
     def begin(self, session: int) -> None:
         """What is of another session stops; called in the event loop, as soon as a Reset comes."""
         self._mover.session = session
+        if self._exchange is not None:
+            self._exchange.reset()
 
     def wait(self) -> None:
         """Until it has stopped; called by the stepper, before the Reset is answered."""
@@ -79,6 +95,21 @@ class PageMoves:
         self._mover.close()
         for connector in self._connectors.values():
             connector.close()
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def leave(self, left: LeavePages) -> None:
+        """Called in the event loop. What is left of an earlier session is nobody's."""
+        if self._exchange is not None and left.session == self._mover.session:
+            self._exchange.leave(left)
+
+    def _read(self, session: int, pages: Sequence[int], deadline_ns: int) -> Sequence[Page]:
+        """As ReadPages, from any thread but the mover's. Their steps were done before they were leased."""
+        buffers, done = np.empty((len(pages), self._pages.page_bytes), np.uint8), Future[Copied]()
+        self._mover.submit(
+            Copy(session, False, pages, range(len(pages)), [buffers], None, deadline_ns, done.set_result)
+        )
+        return list(buffers[: done.result().num_pages])
 
     def find(self, find: FindPages) -> None:
         """Called in the event loop."""
@@ -102,9 +133,13 @@ class PageMoves:
 
     def forget_weights(self, operation_id: OperationId) -> None:
         """The weights may be others since this operation: equal keys have other bytes. Its scheduler reckons the same."""
-        self._namespace = digest(self._namespace + operation_id.encode())
+        self._namespace, self._between = (
+            digest(one + operation_id.encode()) for one in (self._namespace, self._between)
+        )
         for connector in self._connectors.values():
             connector.remake()
+        if self._exchange is not None:
+            self._exchange.rename(self._slice(self._between))
 
 
 class _Answer:
@@ -125,12 +160,12 @@ def digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:NAMESPACE_BYTES]
 
 
-def namespace_of(config: MeshConfig, facts: EngineFacts) -> bytes:
+def namespace_of(config: MeshConfig, facts: EngineFacts, fingerprint: str) -> bytes:
     """What the bytes of a page mean, equal for all workers of a rank and for all ranks of the model with these settings."""
     parallel, cache = config.parallel, config.cache
     said = (
         LAYOUT,
-        config.kv_transfer.fingerprint,
+        fingerprint,
         (cache.kv_cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype),
         (facts.block_size, facts.kv_specs),
         (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),

@@ -54,6 +54,7 @@ def meshes() -> Iterator[None]:
     yield
     for mesh in MESHES:
         mesh.connector.close()
+        mesh.server.close()
     MESHES.clear()
 
 

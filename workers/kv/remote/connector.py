@@ -89,8 +89,7 @@ class RemoteConnector:
             receive_reply(connection)
 
     def close(self) -> None:
-        """The worker ends."""
-        self._server.close()
+        """Nobody calls it any more."""
         for connection in self._connections.values():
             connection.close()
 

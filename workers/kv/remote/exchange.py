@@ -52,9 +52,13 @@ class PageExchange:
         """Where other meshes find this worker's pages."""
         return self._transfer.host, self.server.address[1]
 
-    def connector(self, namespace: bytes, place: int) -> RemoteConnector:
-        """What this worker reads other meshes' pages with, as pages of this namespace. place: its own in its rank."""
+    def rename(self, namespace: bytes) -> None:
+        """Pages mean this from now on; what was left or sent before means something else."""
         self.server.namespace = namespace
+        self.server.tickets.clear()
+
+    def connector(self, place: int) -> RemoteConnector:
+        """What this worker reads other meshes' pages with. place: its own in its rank."""
         return RemoteConnector(self.server, place)
 
     def leave(self, left: LeavePages) -> None:

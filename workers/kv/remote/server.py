@@ -224,6 +224,12 @@ class Tickets:
             for ticket in [one for one, held in self._held.items() if not held.num_kept]:
                 self._remove(ticket)
 
+    def clear(self) -> None:
+        """Nothing is there any more."""
+        with self.lock:
+            self._held.clear()
+            self._num_kept = 0
+
     def _add(self, ticket: bytes, held: Held) -> None:
         if ticket in self._held:
             self._remove(ticket)
