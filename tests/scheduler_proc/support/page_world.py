@@ -14,7 +14,16 @@ from page_store import PageStore
 
 from meshlm.protocol.config import KVTransferConfig
 from meshlm.protocol.edges.admit import AbortRequests, Assign, EngineRequest, Load
-from meshlm.protocol.edges.kv import KEY_BYTES, NOT_HERE, FindPages, MovePages, PageMemory, PagesFound, PagesMoved
+from meshlm.protocol.edges.kv import (
+    KEY_BYTES,
+    NOT_HERE,
+    FindPages,
+    LeavePages,
+    MovePages,
+    PageMemory,
+    PagesFound,
+    PagesMoved,
+)
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.edges.token import TokenDeltas
 from meshlm.protocol.kv import ChunkedAttention, KVSpec, RecurrentState, SlidingWindow
@@ -69,12 +78,15 @@ class Worker:
         self.session = 0
         self.version = b"v" * 16
         self.done: set[str] = set()
+        self.left: list[LeavePages] = []
 
     def ready(self) -> WorkerReady:
         world = self.world
         memory = PageMemory(self.path, world.num_pages, ())
         facts = (self.session, world.num_pages, BLOCK, 8, 16, 3, *self.mirror.columns())
-        return WorkerReady(*facts, kv_specs=world.specs, page_bytes=64, namespace=self.version, pages=memory)
+        server = ("h", 100 + self.identity.index) if world.config.transfer is not None else None
+        told = {"page_bytes": 64, "namespace": self.version, "pages": memory, "page_server": server}
+        return WorkerReady(*facts, kv_specs=world.specs, **told)  # type: ignore[arg-type]
 
     def take(self, message: Any) -> list[Any]:
         """Its answers."""
@@ -93,6 +105,8 @@ class Worker:
                 self.names[message.number] = self.version
             case FindPages():
                 return [self.find(message)]
+            case LeavePages():
+                self.left.append(message)
             case Operation():
                 if isinstance(message.action, CallWorkers) and message.id not in self.done:
                     self.version = sha256(self.version + message.id.encode()).digest()[:16]
@@ -213,6 +227,7 @@ class Ask:
         self.prompt, self.salt, self.max_tokens = prompt, salt, max_tokens
         self.tokens: list[int] = []
         self.attempt, self.rank, self.handle, self.is_over = 0, 0, 0, False
+        self.kv_transfer = b""
 
 
 class World:
@@ -332,6 +347,7 @@ class World:
             ask = self.by_handle[handles[end.row]]
             assert not ask.is_over
             ask.is_over = True
+            ask.kv_transfer = end.kv_transfer
             if end.reason is FinishReason.ERROR:
                 self.failed[next(name for name, one in self.asks.items() if one is ask)] = end.message
 
