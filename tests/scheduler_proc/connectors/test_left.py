@@ -20,7 +20,13 @@ LEASE_S = 10.0
 
 
 def world(num_workers: int = 1, specs: tuple[KVSpec, ...] = GROUPS[0], **transfer: Any) -> World:
-    named: dict[str, Any] = {"connector": "NixlConnector", "role": "kv_both", "host": "h", "port": 0, "lease_s": LEASE_S} | transfer
+    named: dict[str, Any] = {
+        "connector": "NixlConnector",
+        "role": "kv_both",
+        "host": "h",
+        "port": 0,
+        "lease_s": LEASE_S,
+    } | transfer
     return World(1, num_workers, 200, specs, transfer=PageTransfer(**named), engine_id="mesh")
 
 
