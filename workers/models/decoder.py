@@ -46,6 +46,7 @@ class Attention(nn.Module):
             self.rotates = attention.rotates
             self.head_dim, self.kv_heads = attention.head_dim, attention.num_key_value_heads
         self.table: Tensor | None = None  # of a layer that rotates otherwise than the model
+        self._clip = spec.clip_qkv
         self.kv_scale: KVScale = (None, None)
         self.make(spec, record)
 
@@ -89,6 +90,7 @@ class Attention(nn.Module):
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         assert self._heads is not None
         step = LayerStep(context.ops, context.batch, context.rope if self.table is None else self.table, cache)
+        qkv = qkv.clamp_(-self._clip, self._clip) if self._clip else qkv
         out = context.attention.attend(qkv, step, self._heads, self.scale, self.window)
         return out.flatten(1)
 

@@ -17,6 +17,7 @@ With a tensor-parallel rank each has all of it.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -28,7 +29,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, Linear, RMSNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
@@ -122,9 +123,7 @@ class SharingAttention(Attention):
         assert source._heads is not None
         assert source.k_norm is not None
         assert self.q_norm is not None
-        of = source._heads
-        norms = self.q_norm.weight, source.k_norm.weight
-        self._heads = AttentionShape(of.num_heads, of.num_kv_heads, of.head_dim, norms, of.eps, of.softcap)
+        self._heads = replace(source._heads, norms=(self.q_norm.weight, source.k_norm.weight))
 
     def attended(self, x: Tensor, cache: LayerCache, context: ForwardContext, shared: SharedKV) -> Tensor:
         """x [t, hidden], normed -> [t, heads d], before the output projection."""

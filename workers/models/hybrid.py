@@ -23,11 +23,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshlm.kernels.silu_mul.reference import ACTIVATIONS
 from meshlm.kernels.ssd.reference import TimeSteps
 from meshlm.protocol.layers import LayerSpec
 from meshlm.protocol.model import ModelSpec
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Linear, RMSNorm, parameter
 from meshlm.workers.layers.moe import MoE
@@ -93,20 +92,12 @@ class NoMixer(Attention):
     def prepare(self, ops: Ops) -> None:
         """See `Attention.prepare`: there is nothing."""
 
-    def forward(
-        self, x: PartialSum, norm: RMSNorm, cache: LayerCache, context: ForwardContext, normed: Tensor | None = None
-    ) -> PartialSum:
-        return x
-
 
 class NoMLP(MLP):
     """A layer that is a mixer alone."""
 
     def __init__(self, spec: ModelSpec) -> None:
         nn.Module.__init__(self)
-
-    def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        return x
 
 
 class HybridLayer(DecoderLayer):
@@ -147,20 +138,12 @@ class Hybrid(Decoder):
         return super().embedded(ids)
 
 
-class SquaredReLU(UngatedMLP):
-    """down(relu(up(norm(x)))^2)."""
-
-    def forward(self, x: PartialSum, norm: RMSNorm, batch: StepInputs, ops: Ops) -> PartialSum:
-        hidden, residual = self.up.after_norm(x, norm, ops)
-        return self.down.row_parallel(ACTIVATIONS[self._act](hidden), residual, ops)
-
-
-class SquaredReLUExperts(MoE):
-    shared_kind = SquaredReLU
+class UngatedExperts(MoE):
+    shared_kind = UngatedMLP
 
 
 class NemotronH(Hybrid):
-    classes = LayerClasses(HybridLayer, state=Mamba2Mixer, mlp=SquaredReLU, experts=SquaredReLUExperts)
+    classes = LayerClasses(HybridLayer, state=Mamba2Mixer, mlp=UngatedMLP, experts=UngatedExperts)
 
 
 class ParallelMixer(Mamba2Mixer):

@@ -22,10 +22,10 @@ from meshlm.protocol.model import LayerNormSpec, ModelSpec
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
-from meshlm.workers.layers.elements import MLP, LayerNorm, Linear, parameter
+from meshlm.workers.layers.elements import MLP, LayerNorm, Linear, RMSNorm, parameter
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
+from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 from meshlm.workers.partial_sum import PartialSum
 
@@ -39,15 +39,6 @@ def _norm(spec: ModelSpec) -> LayerNorm:
     return LayerNorm(spec.hidden_size, spec.rms_norm_eps, bias=spec.norm_bias, weight=_of(spec).affine)
 
 
-class LayerNormAttention(Attention):
-    """Attention whose queries, keys and values may be clipped."""
-
-    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        clip = self._spec.clip_qkv
-        found: Tensor = super().attend(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
-        return found
-
-
 class UngatedMLP(MLP):
     """down(act(up(x)))."""
 
@@ -56,8 +47,15 @@ class UngatedMLP(MLP):
         del self.gate_up
         self.up = Linear(spec.hidden_size, self.down.inputs, bias=spec.mlp_bias)
 
+    def act(self, hidden: Tensor) -> Tensor:
+        return ACTIVATIONS[self._act](hidden)
+
+    def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
+        hidden, residual = self.up.after_norm(x, norm, ops)
+        return self.act(hidden), residual
+
     def of_normed(self, x: Tensor, ops: Ops) -> PartialSum:
-        return self.down.row_parallel(ACTIVATIONS[self._act](self.up(x, ops)), None, ops)
+        return self.down.row_parallel(self.act(self.up(x, ops)), None, ops)
 
 
 class LayerNormLayer(DecoderLayer):
@@ -120,7 +118,7 @@ class Entry(nn.Module):
 class LayerNormDecoder(Decoder):
     """See `Decoder`. Logits may have a bias."""
 
-    classes = LayerClasses(LayerNormLayer, LayerNormAttention)
+    classes = LayerClasses(LayerNormLayer)
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__(spec, max_len, shard)
@@ -200,4 +198,4 @@ class PhiMoELayer(LayerNormLayer):
 
 
 class PhiMoE(LayerNormDecoder):
-    classes = LayerClasses(PhiMoELayer, LayerNormAttention, experts=SparseMixerMoE)
+    classes = LayerClasses(PhiMoELayer, experts=SparseMixerMoE)

@@ -21,6 +21,7 @@ p = softplus(alpha_p), n = b + softplus(alpha_n); alpha_p, alpha_n, b and e are 
 """
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -31,23 +32,22 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import RMSNorm
-from meshlm.workers.layers.ops import AttentionShape, Ops
+from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.rope import apply_rope
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.layer_norm import UngatedMLP
-from meshlm.workers.partial_sum import PartialSum
 
 
 class NormedBehindRotation(Attention):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__(spec, layer)
         self._sizes = [heads * self.head_dim for heads in (spec.num_attention_heads, self.kv_heads)]
+        self.rotates = False  # what attends gets a table that turns nothing
 
     def prepare(self, ops: Ops) -> None:
         super().prepare(ops)
-        shape = self._heads
-        assert shape is not None
-        self._heads = AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim, None, shape.eps)
+        assert self._heads is not None
+        self._heads = replace(self._heads, norms=None)
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
         assert self.q_norm is not None and self.k_norm is not None  # noqa: PT018
@@ -66,19 +66,27 @@ class NormedBehindRotation(Attention):
 class HunYuan(Decoder):
     classes = LayerClasses(attention=NormedBehindRotation)
 
-    def _use_tables(self) -> None:
-        still = torch.ones_like(self.rope)
-        still[:, still.shape[1] // 2 :] = 0
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.attention.table = still
+
+class GrowingAttention(Attention):
+    """A rotation keeps what a query is multiplied by, so that comes first."""
+
+    def grow(self, qkv: Tensor, position: Tensor) -> None:
+        """Multiplies the queries, as they grow with their position [t]."""
+        if self._spec.attn_temperature is not None:
+            scale, floor = self._spec.attn_temperature
+            grown = torch.log1p(torch.floor(position / floor)) * scale + 1.0
+            qkv[:, : self._spec.num_attention_heads * self.head_dim] *= grown[:, None].to(qkv.dtype)
+
+    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
+        self.grow(qkv, context.batch.positions.float())
+        return super().attend(qkv, cache, context)
 
 
-class Llama4Attention(Attention):
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        self._queries = spec.num_attention_heads * self.head_dim
+class Ministral3(Decoder):
+    classes = LayerClasses(attention=GrowingAttention)
 
+
+class Llama4Attention(GrowingAttention):
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().make(spec, layer)
         self._dtype = torch.get_default_dtype()  # the model's, while it is made
@@ -89,39 +97,16 @@ class Llama4Attention(Attention):
         spec, shape = self._spec, self._heads
         if shape is not None and spec.qk_norm and self.rotates:
             ones = torch.ones(self.head_dim, dtype=self._dtype, device=self.o.weight.device)
-            self._heads = AttentionShape(
-                shape.num_heads, shape.num_kv_heads, shape.head_dim, (ones, ones), shape.eps, chunk=shape.chunk
-            )
+            self._heads = replace(shape, norms=(ones, ones))
 
     def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        if not self.rotates and self._spec.attn_temperature is not None:
-            scale, floor = self._spec.attn_temperature
-            grown = torch.log1p(torch.floor((context.batch.positions.float() + 1.0) / floor)) * scale + 1.0
-            qkv[:, : self._queries] *= grown[:, None].to(qkv.dtype)
-        return super().attend(qkv, cache, context)
+        if not self.rotates:
+            self.grow(qkv, context.batch.positions.float() + 1.0)
+        return Attention.attend(self, qkv, cache, context)
 
 
 class Llama4(Decoder):
     classes = LayerClasses(attention=Llama4Attention)
-
-
-class GrowingAttention(Attention):
-    """A rotation keeps what a query is multiplied by, so that comes first."""
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        self._queries = spec.num_attention_heads * self.head_dim
-
-    def attend(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        if self._spec.attn_temperature is not None:
-            scale, floor = self._spec.attn_temperature
-            grown = torch.log1p(torch.floor(context.batch.positions.float() / floor)) * scale + 1.0
-            qkv[:, : self._queries] *= grown[:, None].to(qkv.dtype)
-        return super().attend(qkv, cache, context)
-
-
-class Ministral3(Decoder):
-    classes = LayerClasses(attention=GrowingAttention)
 
 
 def _number() -> nn.Parameter:
@@ -145,17 +130,10 @@ class XieluMLP(UngatedMLP):
         alpha_p, alpha_n, beta, eps = numbers
         self._given = (_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
 
-    def activated(self, x: PartialSum, norm: RMSNorm, ops: Ops) -> tuple[Tensor, Tensor]:
-        hidden, residual = self.up.after_norm(x, norm, ops)
-        return self._xielu(hidden), residual
-
-    def of_normed(self, x: Tensor, ops: Ops) -> PartialSum:
-        return self.down.row_parallel(self._xielu(self.up(x, ops)), None, ops)
-
     def _loaded(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n), self.beta, self.eps
 
-    def _xielu(self, hidden: Tensor) -> Tensor:
+    def act(self, hidden: Tensor) -> Tensor:
         x = hidden.float()
         p, n, beta, eps = self._given or self._loaded()
         below = (torch.expm1(x.clamp(max=eps)) - x) * n

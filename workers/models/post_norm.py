@@ -77,11 +77,7 @@ class OlmoAttention(Attention):
             by_query, by_key = (means + self.query_norm.eps).rsqrt().split(1, dim=-1)
             query = (query.float() * by_query * self.query_norm.weight).to(qkv.dtype)
             key = (key.float() * by_key * self.key_norm.weight).to(qkv.dtype)
-        return self.attend_normed(torch.cat((query, key, value), dim=-1), cache, context)
-
-    def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        """Does what `attend` does, behind these norms."""
-        return super().attend(qkv, cache, context)
+        return super().attend(torch.cat((query, key, value), dim=-1), cache, context)
 
 
 class Olmo(PostNorm):
@@ -92,14 +88,8 @@ class Olmo(PostNorm):
         _sum_squares_over(comm, self)
 
 
-class OlmoeAttention(OlmoAttention):
-    def attend_normed(self, qkv: Tensor, cache: LayerCache, context: ForwardContext) -> Tensor:
-        clip = self._spec.clip_qkv
-        return super().attend_normed(qkv.clamp_(-clip, clip) if clip else qkv, cache, context)
-
-
 class Olmoe(Decoder):
-    classes = LayerClasses(attention=OlmoeAttention)
+    classes = LayerClasses(attention=OlmoAttention)
 
     def join(self, comm: Communicator) -> None:
         super().join(comm)

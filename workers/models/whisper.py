@@ -29,8 +29,8 @@ from meshlm.workers.formats.format import ProductOps
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import LayerNorm, Linear, parameter
 from meshlm.workers.layers.ops import Ops
-from meshlm.workers.models.decoder import LayerClasses
-from meshlm.workers.models.layer_norm import LayerNormAttention, LayerNormDecoder, LayerNormLayer, UngatedMLP
+from meshlm.workers.models.decoder import Attention, LayerClasses
+from meshlm.workers.models.layer_norm import LayerNormDecoder, LayerNormLayer, UngatedMLP
 from meshlm.workers.partial_sum import PartialSum
 
 EVEN_HZ, EVEN_TO_HZ, RATIO = 200 / 3, 1000.0, math.log(6.4) / 27  # a step below, its end, the logarithm of a step above
@@ -87,7 +87,7 @@ class QueryValueBias(nn.Module):
         return nn.Parameter(torch.cat((self.q, torch.zeros_like(self.q), self.v)), requires_grad=False)
 
 
-class WhisperAttention(LayerNormAttention):
+class WhisperAttention(Attention):
     def make(self, spec: ModelSpec, layer: LayerSpec) -> None:
         super().make(spec, layer)
         self.biases = QueryValueBias(spec.hidden_size)
