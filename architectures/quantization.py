@@ -20,9 +20,8 @@ class QuantizationFormat(NamedTuple):
     read: Callable[[dict[str, Any]], QuantizationSpec]  # ValueError names the key that is not honoured
     encodes: bool = False  # its WeightFormat quantises floats while they are loaded, where a scheme says so
     online: QuantizationSpec | None = None  # what --quantization makes of plain weights
-    weight_format: str = (
-        ""  # module and class of a WeightFormat, made from a layer's scheme; empty: the one of such schemes
-    )
+    # module and class of a WeightFormat, made from a layer's scheme; empty: the one of such schemes
+    weight_format: str = ""
 
 
 _FORMATS: dict[str, QuantizationFormat] = {}

@@ -10,9 +10,8 @@ from meshlm.protocol.wire.parts import joined
 SAMPLE_RATE = 16_000  # samples a second
 WINDOW, HOP = 400, 160  # samples of a window of the short-time Fourier transform, and from one window to the next
 ITEM_BYTES = 4
-WHISPER_TIMESTAMPS = (
-    "whisper_timestamps"  # of SamplingParams.extra_args: true where the text is to say when things are said
-)
+# of SamplingParams.extra_args: true where the text is to say when things are said
+WHISPER_TIMESTAMPS = "whisper_timestamps"
 
 
 class Audio(ExtraKind, frozen=True, tag="audio"):

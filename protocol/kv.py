@@ -170,9 +170,8 @@ class RecurrentState(KVPolicy, frozen=True, tag="state"):
     request's last one. Where the next place names the same page, nothing was left here. A page that is left is a *checkpoint*: it is
     not written again, and a prefix that ends there is found by it."""
 
-    mode: Literal["none", "align", "all"] = (
-        "align"  # checkpoints: none, where a step ends at their place, or at all places
-    )
+    # checkpoints: none, where a step ends at their place, or at all places
+    mode: Literal["none", "align", "all"] = "align"
     every: int = 1  # blocks from one place to the next
     keeps_all: ClassVar[bool] = False
     event_kind: ClassVar[str] = "mamba"

@@ -42,9 +42,8 @@ class Attention(Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_key_value_heads: int
     head_dim: int
     sliding_window: int = 0  # tokens that a token sees, itself included; 0: all before it
-    attention_chunk_size: int = (
-        0  # a text is cut into chunks of so many tokens, and a token sees its own; 0: it is not cut
-    )
+    # a text is cut into chunks of so many tokens, and a token sees its own; 0: it is not cut
+    attention_chunk_size: int = 0
     rotates: bool = True  # queries and keys, by the model's rope, or its sliding_rope in a layer with a window
     keys_are_values: bool = False  # values are what keys are before their norm and rotation
     mla: MLASpec | None = None  # head_dim is that of queries then, and the one key-value head is the latent

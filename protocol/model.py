@@ -42,16 +42,14 @@ class QuantizationScheme(Struct, frozen=True, kw_only=True):
     block: tuple[int, int] = (0, 0)  # outputs and inputs of a block
     activation: Literal["none", "static", "token", "group"]  # one scale that a file has, or one found for each token
     group: int = 0  # inputs that have a scale together
-    integers: bool = (
-        False  # weights and activations are 8-bit integers, not floats; `zeros`: activations have zero points
-    )
+    # weights and activations are 8-bit integers, not floats; `zeros`: activations have zero points
+    integers: bool = False
     bits: int = 8  # of a weight; with less than 8, or with weight "group", several codes share a word
     weight_group: int = 0  # inputs of a weight's row that share a scale; -1: all
     zeros: bool = False  # files hold a zero point for each scale
     symmetric: bool | None = None  # zero points are the middle of the codes; None: files do not say
-    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"] = (
-        ""  # how they lay out words of codes
-    )
+    # how they lay out words of codes
+    files: Literal["", "gptq", "gptq_v2", "awq", "compressed-tensors", "bitsandbytes", "mxfp4"] = ""
     values: Literal["integers", "nf4", "fp4", "mxfp4"] = "integers"  # that codes stand for
     act_order: bool = False  # files say which group each input belongs to
     num_groups: int = 0  # of a whole row, which a rank may have a part of
@@ -185,9 +183,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     multipliers: tuple[float, ...] = ()  # that a family multiplies into its weights while they load
     dtype: str = "float32"
     quantization: QuantizationSpec | None = None
-    num_nextn_predict_layers: int = (
-        0  # that a checkpoint has behind the last; they draft, and are no part of this model
-    )
+    # that a checkpoint has behind the last; they draft, and are no part of this model
+    num_nextn_predict_layers: int = 0
     num_draft_layers: int = 0  # the last ones are a drafter's
     altup: AltUpSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None

@@ -30,9 +30,8 @@ class Pool(ExtraKind, frozen=True, tag="pool", omit_defaults=True):
     kind: PoolKind
     head: PoolHead = PoolHead.NONE
     activation: bool = False
-    dimensions: int = (
-        0  # of an embedding that is cut before its activation (Kusupati et al. 2022, "Matryoshka"); 0: all
-    )
+    # of an embedding that is cut before its activation (Kusupati et al. 2022, "Matryoshka"); 0: all
+    dimensions: int = 0
     # of ALL: the token whose vectors are wanted, at the end of each step of a solution; -1: all tokens
     step_tag_id: int = -1
     second_from: int = 0  # the place of the second text of a pair, whose tokens are of type 1; 0: there is none

@@ -36,9 +36,8 @@ class PoolingSpec(Struct, frozen=True, kw_only=True):
     max_tokens: int = 0  # sentence-transformers' max_seq_length; 0: the model's context
     chunks: bool = False  # texts longer than the context are embedded in parts ...
     max_embed_len: int = 0  # ... up to so many tokens; 0: any number
-    logit_mean: float = (
-        0.0  # a classifier's logits are shifted and scaled before their activation: (logit - mean) / sigma
-    )
+    # a classifier's logits are shifted and scaled before their activation: (logit - mean) / sigma
+    logit_mean: float = 0.0
     logit_sigma: float = 1.0
     # by task for tokens: the first and the last token that have no vector; -1: none
     edges: dict[str, tuple[int, int]] = {}

@@ -12,9 +12,8 @@ tokens of a long prompt as of a short one, so it takes longer the further the pr
 import math
 
 EVEN_TOKENS = 1024  # steps with prompts hold so many; fewer leave the products short of work, more make streams wait
-LONG_EVEN_TOKENS = (
-    1536  # ... behind a context of CONTEXT tokens: each such step reads the long caches of all decodes besides
-)
+# ... behind a context of CONTEXT tokens: each such step reads the long caches of all decodes besides
+LONG_EVEN_TOKENS = 1536
 EVEN_PROMPT_S = 0.012  # ... or prompts for so long: where tokens are quick, what each step with prompts costs counts
 KEEP_UP = 1.15  # ... or so many times what comes in
 PATIENCE_STEPS = 32  # ... or a part of what waits, such that it is gone after about so many steps
@@ -32,9 +31,8 @@ GRID = 128  # steps of more than a few end at a multiple of this; at coarser one
 MEASURE_FROM_TOKENS = 256  # steps with fewer prompt tokens say nothing about the rate
 LEAST_PROMPT_SHARE = 0.5  # of a mixed step's time, whatever decodes took lately
 SMOOTHING = 0.3
-CONTEXT = (
-    4096  # earlier tokens: an error of as many is learned by what they cost and by what a token costs, in equal parts
-)
+# earlier tokens: an error of as many is learned by what they cost and by what a token costs, in equal parts
+CONTEXT = 4096
 LEAST_PROMPT_S = 1e-8
 SHORTEST_STEP_S = 1e-6  # what is shorter was not measured
 QUICK_STEP_S = 0.002  # shorter steps end before the next plan can arrive, unless one more is on its way

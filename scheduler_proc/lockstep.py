@@ -9,9 +9,8 @@ from meshlm.protocol.lockstep import JointOrder, JointRank, JointReport, Phase, 
 from meshlm.protocol.wire.ids import COORDINATOR, Epoch, Incarnation
 from meshlm.runtime.process.events import Send
 
-PATIENCE_NS = (
-    30_000_000_000  # a member that is lost is back within seconds; with a large model its workers load for longer
-)
+# a member that is lost is back within seconds; with a large model its workers load for longer
+PATIENCE_NS = 30_000_000_000
 
 
 class Lockstep:

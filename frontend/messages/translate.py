@@ -85,19 +85,11 @@ def _kept_turns(given: Any) -> int:
     return found
 
 
+_SAME = ["max_tokens", "stream", "temperature", "top_k", "top_p", "cache_salt", "deterministic", "num_speculative_tokens", "priority"]
+
+
 def _generation(request: MessagesRequest) -> Json:
-    return {
-        "max_tokens": request.max_tokens,
-        "stop": request.stop_sequences or None,
-        "stream": request.stream,
-        "temperature": request.temperature,
-        "top_k": request.top_k,
-        "top_p": request.top_p,
-        "cache_salt": request.cache_salt,
-        "deterministic": request.deterministic,
-        "num_speculative_tokens": request.num_speculative_tokens,
-        "priority": request.priority,
-    }
+    return {"stop": request.stop_sequences or None, **{name: getattr(request, name) for name in _SAME}}
 
 
 def _template_kwargs(request: Conversation) -> Json | None:

@@ -138,8 +138,10 @@ def repeated(request: ResponsesRequest, parsed_request: ParsedRequest, *, stores
     """The fields of an answer that repeat the request, with the values that hold."""
     default = "auto" if request.tools else "none"
     return {
-        "instructions": request.instructions,
-        "previous_response_id": request.previous_response_id,
+        **_plain(request, ("instructions", "previous_response_id", "max_output_tokens", "max_tool_calls")),
+        **_plain(request, ("user", "safety_identifier", "prompt_cache_key")),
+        **_plain(parsed_request.mesh.sampling, ("temperature", "top_p", "presence_penalty", "frequency_penalty")),
+        **dict.fromkeys(("prompt", "kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
         "conversation": {"id": name} if (name := conversation_of(request)) else None,
         "background": bool(request.background),
         "store": stores,
@@ -147,21 +149,11 @@ def repeated(request: ResponsesRequest, parsed_request: ParsedRequest, *, stores
         "tools": tools.repeated(request.tools),
         "tool_choice": request.tool_choice or default,
         "parallel_tool_calls": request.parallel_tool_calls is not False,
-        "max_output_tokens": request.max_output_tokens,
-        "max_tool_calls": request.max_tool_calls,
         "reasoning": _plain(request.reasoning, ("effort", "summary")),
         "text": {**_plain(request.text, ("verbosity",)), "format": _format_of(request)},
-        "temperature": parsed_request.mesh.sampling.temperature,
-        "top_p": parsed_request.mesh.sampling.top_p,
         "top_logprobs": request.top_logprobs or 0,
-        "presence_penalty": parsed_request.mesh.sampling.presence_penalty,
-        "frequency_penalty": parsed_request.mesh.sampling.frequency_penalty,
         "truncation": request.truncation or "disabled",
         "service_tier": request.service_tier or "auto",
-        "user": request.user,
-        "safety_identifier": request.safety_identifier,
-        "prompt_cache_key": request.prompt_cache_key,
-        **dict.fromkeys(("prompt", "kv_transfer_params", "ec_transfer_params", "input_messages", "output_messages")),
     }
 
 

@@ -12,9 +12,7 @@ class Seen(NamedTuple):
     window: int = 0  # the last so many keys; 0: all
     softcap: float = 0.0  # scores s become softcap tanh(s / softcap); 0: they stay
     chunk: int = 0  # the keys from the last multiple of this on; 0: all
-    sinks: Tensor | None = (
-        None  # float32 [heads]: one more logit of each head, which takes part in the softmax's sum only
-    )
-    slopes: Tensor | None = (
-        None  # float32 [heads]: a score has its head's slope times (key - query) added, by their positions (ALiBi)
-    )
+    # float32 [heads]: one more logit of each head, which takes part in the softmax's sum only
+    sinks: Tensor | None = None
+    # float32 [heads]: a score has its head's slope times (key - query) added, by their positions (ALiBi)
+    slopes: Tensor | None = None

@@ -49,9 +49,8 @@ class PackedWeight(NamedTuple):
     group: int = PLANE  # inputs that share a scale: 16, 32, 64, 128 or a multiple of 256
     zero: int = 0  # of all, where there are no `zeros`
     inputs: int = 0
-    one_row: bool = (
-        False  # the kernel of one row computes with it: it was proven to be right (workers/formats/self_test.py)
-    )
+    # the kernel of one row computes with it: it was proven to be right (workers/formats/self_test.py)
+    one_row: bool = False
     some_rows: bool = False  # the same of the kernel of some rows
     few_rows: bool = False  # and of kernels/packed_few
     columns: int = 0  # of x, where `order` brings some in that count for nothing; 0: as many as inputs

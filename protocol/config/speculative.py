@@ -41,9 +41,8 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True):
     prompt_lookup_min: int = 5  # ngram: tokens at the text's end that must stand earlier in it, at least
     prompt_lookup_max: int = 5  # and at most
     suffix_decoding_max_tree_depth: int = 24  # suffix: tokens that are matched at most
-    suffix_decoding_max_cached_requests: int = (
-        10000  # answers in the tree of all requests; 0: a request has its own tree alone
-    )
+    # answers in the tree of all requests; 0: a request has its own tree alone
+    suffix_decoding_max_cached_requests: int = 10000
     suffix_decoding_max_spec_factor: float = 1.0  # drafts for each token that was matched, at most
     suffix_decoding_min_token_prob: float = 0.1  # of a draft, by the tree's counts, at least
     model: str = ""  # of drafts

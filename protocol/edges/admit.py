@@ -50,9 +50,8 @@ class Admit(Struct, frozen=True, tag="admit"):
     dp_rank: int = -1  # -1: the coordinator chooses
     # over, with all incarnations before; the coordinator may not have heard yet
     lost: tuple[SchedulerIncarnation, ...] = ()
-    again: bool = (
-        False  # an earlier incarnation of the coordinator chose dp_rank for this attempt; did Assign get there?
-    )
+    # an earlier incarnation of the coordinator chose dp_rank for this attempt; did Assign get there?
+    again: bool = False
 
 
 class AbortRequests(Struct, frozen=True, tag="abort"):
@@ -105,9 +104,8 @@ class Assign(Struct, frozen=True, tag="assign"):
     detokenizer: Identity
     incarnation: Incarnation  # of the detokenizer: a request whose detokenizer was replaced is dropped
     holder: Identity | None = None  # another rank that may have more of the prompt's KV than this one
-    hands_off: bool = (
-        False  # the rank is for prompts: it gives the request back with its first token (Returned.handed_off)
-    )
+    # the rank is for prompts: it gives the request back with its first token (Returned.handed_off)
+    hands_off: bool = False
 
 
 class GiveBack(Struct, frozen=True, tag="give_back"):

@@ -45,9 +45,8 @@ class FindPages(Struct, frozen=True, tag="find_pages", omit_defaults=True):
     namespace: bytes
     keys: bytes  # KEY_BYTES each
     widths: bytes  # uint8: pages of each key
-    block_s: float = (
-        0.0  # seconds that computing one key's tokens takes; a tier that is slower need not read it. 0: unknown
-    )
+    # seconds that computing one key's tokens takes; a tier that is slower need not read it. 0: unknown
+    block_s: float = 0.0
     session: int = 0  # to a worker: as in StepPlan
     connector: str = ""  # to a worker: which of its connectors is asked ...
     params: bytes = b""  # ... and kv_transfer_params of the request, JSON

@@ -87,9 +87,8 @@ class StepPlan(Struct, frozen=True, tag="plan", omit_defaults=True):
     new_rows: list[NewRow] = []
     block_rows: bytes = b""  # int32[m]: row that grows
     block_ids: bytes = b""  # int32[m, groups]: its next block in each group
-    input_ids: bytes = (
-        b""  # int32[decodes], pipelines only: token at starts[i], which the last stage sampled and the first needs
-    )
+    # int32[decodes], pipelines only: token at starts[i], which the last stage sampled and the first needs
+    input_ids: bytes = b""
     forgotten: bytes = b""  # int32: blocks that hold no known prefix any more
     remembered: bytes = b""  # int32[h]: blocks that do, once this step is done
     hashes: bytes = b""  # HASH_BYTES each: which

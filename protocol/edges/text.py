@@ -301,9 +301,8 @@ class TokenizeReply(Struct, frozen=True, tag="tokenized"):
     error: str = ""
     param: str = ""
     kind: ErrorKind = ErrorKind.INVALID  # of the error
-    assistant_mask: bytes = (
-        b""  # uint8[t]: 1 for tokens that the template marks as the assistant's; none: it marks nothing
-    )
+    # uint8[t]: 1 for tokens that the template marks as the assistant's; none: it marks nothing
+    assistant_mask: bytes = b""
 
 
 class DetokenizeReply(Struct, frozen=True, tag="detokenized"):

@@ -41,9 +41,8 @@ class First(Struct, frozen=True, omit_defaults=True):
     queued_us: int = 0  # that it waited at its scheduler for a place in the batch
     prefill_us: int = 0  # from then to its first token
     dp_rank: int = 0  # that computed it, by the number that clients know
-    encode_us: int = (
-        0  # from its prompt's arrival at the detokenizer to its tokens; the detokenizer adds this and the next
-    )
+    # from its prompt's arrival at the detokenizer to its tokens; the detokenizer adds this and the next
+    encode_us: int = 0
     route_us: int = 0  # from then to the coordinator's word which rank has it
 
 

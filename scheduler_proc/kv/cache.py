@@ -19,9 +19,8 @@ from meshlm.scheduler_proc.kv.prefixes import Prefixes
 from meshlm.scheduler_proc.request import Request
 
 NEVER = 1 << 30  # blocks: of a request whose blocks are not cached any more
-FREED_AT_ONCE = (
-    8  # blocks that a request which decodes gives back together: one by one costs the planner more than all the rest
-)
+# blocks that a request which decodes gives back together: one by one costs the planner more than all the rest
+FREED_AT_ONCE = 8
 MOST_AT_ONCE = 128  # tokens of these; a block of more is given back alone
 _NO_BLOCK = BlockId(0)  # stands in a table where nobody looks
 

@@ -94,9 +94,8 @@ class Dispatched(NamedTuple):
     scales: Tensor | None  # float32 of x, where it is quantised: as x, but with one column for each group
     routing: Routing | None  # contiguous: of the m rows; NOWHERE for experts of other ranks
     num_tokens: Tensor | None  # batched: int32 [local experts]
-    rows: "Dispatched | None" = (
-        None  # batched: the contiguous ones that were sorted, where a dispatcher still needs them
-    )
+    # batched: the contiguous ones that were sorted, where a dispatcher still needs them
+    rows: "Dispatched | None" = None
 
     @property
     def format(self) -> ActivationFormat:
