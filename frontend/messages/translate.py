@@ -85,7 +85,17 @@ def _kept_turns(given: Any) -> int:
     return found
 
 
-_SAME = ["max_tokens", "stream", "temperature", "top_k", "top_p", "cache_salt", "deterministic", "num_speculative_tokens", "priority"]
+_SAME = [
+    "max_tokens",
+    "stream",
+    "temperature",
+    "top_k",
+    "top_p",
+    "cache_salt",
+    "deterministic",
+    "num_speculative_tokens",
+    "priority",
+]
 
 
 def _generation(request: MessagesRequest) -> Json:
