@@ -23,7 +23,7 @@ LOOK_AHEAD = 16  # requests of the queue whose KV is looked for
 MIN_BLOCKS = 2  # fewer are computed, unless another has computed them for this request
 MAX_LOOKS = 4  # for one request, while memory is short
 ANSWER_NS = 2_000_000_000  # the most that a holder may take to answer
-MOST_LOADED = 0.5  # share of the pool that loads hold
+MOST_LOADED = 0.5  # share of the pool that loads hold before the next in the queue alone may have one
 
 
 class Loads:
@@ -43,9 +43,14 @@ class Loads:
 
     def look(self, now_ns: int) -> None:
         """Begins loads for the first of the queue."""
-        for request in self._session.batching.waiting[:LOOK_AHEAD]:
-            if request.load is None and self._is_due(request):
+        for place, request in enumerate(self._session.batching.waiting[:LOOK_AHEAD]):
+            if request.load is None and self._is_due(request) and (place == 0 or self._has_room()):
                 self._look_for(request, now_ns)
+
+    def _has_room(self) -> bool:
+        """Whether loads hold so few pages that there may be another for one that is not the next to start."""
+        held = sum(len(load.lease.pages) for load in self._requests if load.lease is not None)
+        return held <= MOST_LOADED * self._session.pool.num_blocks
 
     def _is_due(self, request: Request) -> bool:
         if request.num_looks and not (0 < request.pages_short <= self._session.pool.num_free):
@@ -123,9 +128,6 @@ class Loads:
         """Pages to copy into; what is cached before and between them is kept. False: too few are free."""
         pool = self._session.pool
         count = sum(key.width for key in load.chosen)
-        held = sum(len(one.lease.pages) for one in self._requests if one.lease is not None)
-        if held and held + count > MOST_LOADED * pool.num_blocks:
-            return False
         present = pool.lease(page for key in needed for page in pool.find(key.key) or ())
         if count > pool.num_free:
             pool.end_lease(present)
@@ -273,6 +275,8 @@ class Loads:
         """Memory is short: the last of those that wait merely hopes that its blocks stay cached."""
         for load, requests in reversed(self._requests.items()):
             if load.state is LoadState.LOADED and wanting not in requests:
+                for request in requests:  # it is looked for again once there is room
+                    request.pages_short = len(load.lease.pages) if load.lease is not None else 0
                 self._release(load)
                 self._let_go(load, requests)
                 return True

@@ -54,6 +54,11 @@ class Settled:
                     keys[key] = None
         return list(keys)
 
+    def reset(self) -> None:
+        """Nothing is cached any more, whatever the steps in flight bring."""
+        for kept in (self._pages, self._writer, self._loaded, self._plans):
+            kept.clear()
+
     def find(self, key: bytes) -> list[BlockId]:
         """The pages that are cached under a key, if they are settled; else none."""
         pages = self._pool.find(key) or ()

@@ -179,6 +179,7 @@ class Transfers:
                     session.left.tick(now_ns)
         if session is not None:
             self._go_on(session, output)
+        self._table.leaving.clear()
         sends = list(self._sends)
         self._sends.clear()
         return sends
@@ -219,11 +220,11 @@ class Transfers:
         pool = session.pages.pool
         if session.num_resets != pool.num_resets:
             session.num_resets = pool.num_resets
+            session.settled.reset()
             session.loads.reset()
             session.saves.reset()
             session.holder.reset()
-        leaving, self._table.leaving = self._table.leaving, []
-        for request in leaving:
+        for request in self._table.leaving:
             if request.state is not RequestState.FINISHED and session.pages.memory:
                 self._leave(request, session)
                 self._table.hand_off(request)

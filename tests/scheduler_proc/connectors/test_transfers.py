@@ -67,13 +67,13 @@ def play(seed: int) -> World:
     world = World(
         random.choice([1, 2, 2]),
         random.choice([1, 1, 2]),
-        random.randrange(16, 60) * len(specs),
+        random.choice([17, 20, 30, 60]) * len(specs),
         specs,
-        store_pages=random.choice([0, 10, 60]) * len(specs),
+        store_pages=random.choice([0, 20, 100]) * len(specs),
         connector=random.random() < 0.4,
     )
     texts = [[0]]
-    for _ in range(random.randrange(1, 120) if world.config.moves else 0):
+    for _ in range(random.randrange(1, 200) if world.config.moves else 0):
         one_event(world, random, texts)
     world.finish()
     return world
@@ -117,7 +117,7 @@ def one_event(world: World, random: Random, texts: list[list[int]]) -> None:
             if open_ones := [name for name, ask in world.asks.items() if not ask.is_over]:
                 world.abort(random.choice(open_ones))
         case "operate":
-            world.operate(rank, f"o{world.now}", calls=random.random() < 0.5)
+            world.operate(rank, f"o{world.now}", calls=random.random() < 0.3)
         case "scheduler dies":
             world.kill_scheduler(rank)
         case "worker dies":
@@ -130,4 +130,4 @@ MAY_COME_TWICE = (FindPages, PagesFound, EndLease, LeaseEnded, PagesWanted, Page
 MAY_BE_LOST = (FindPages, PagesFound, EndLease, LeaseEnded)
 EVENTS = ["ask", "arrive", "arrive twice", "lose", "work", "copy", "tick", "abort", "operate"]
 EVENTS += ["scheduler dies", "worker dies", "store dies"]
-WEIGHTS = [12, 40, 2, 1, 25, 25, 2, 1, 1, 1, 1, 1]
+WEIGHTS = [14, 40, 2, 1, 25, 25, 2, 1, 3, 1, 1, 1]

@@ -226,7 +226,7 @@ class Ask:
     def __init__(self, prompt: list[int], salt: str, max_tokens: int) -> None:
         self.prompt, self.salt, self.max_tokens = prompt, salt, max_tokens
         self.tokens: list[int] = []
-        self.attempt, self.rank, self.handle, self.is_over = 0, 0, 0, False
+        self.attempt, self.rank, self.handle, self.is_over, self.arrival_s = 0, 0, 0, False, 0.0
         self.kv_transfer = b""
 
 
@@ -351,9 +351,18 @@ class World:
             if end.reason is FinishReason.ERROR:
                 self.failed[next(name for name, one in self.asks.items() if one is ask)] = end.message
 
-    def ask(self, prompt: list[int], rank: int = 0, salt: str = "", max_tokens: int = 3, **assign: Any) -> str:
+    def ask(
+        self,
+        prompt: list[int],
+        rank: int = 0,
+        salt: str = "",
+        max_tokens: int = 3,
+        arrival_s: float | None = None,
+        **assign: Any,
+    ) -> str:
         name = f"r{len(self.asks)}"
         self.asks[name] = Ask(prompt, salt, max_tokens)
+        self.asks[name].arrival_s = float(len(self.asks)) if arrival_s is None else arrival_s
         self._assign(name, rank, **assign)
         return name
 
@@ -370,7 +379,7 @@ class World:
             attempt=ask.attempt,
             output_token_ids=pack_i32(ask.tokens),
             cache_salt=ask.salt,
-            arrival_s=float(name[1:]),
+            arrival_s=ask.arrival_s,
             extras=extras,
         )
         self.event(
