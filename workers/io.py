@@ -27,6 +27,7 @@ from meshlm.protocol.edges.step import (
 )
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
+from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
@@ -302,6 +303,8 @@ class WorkerApp:
                 assert self._engine is not None
                 self._extra_threads.submit(self._engine, message)
             case MovePages():
+                if message.is_load:
+                    self._directory.forget(unpack_i32(message.pages))
                 self._plans.put((message, 0))
             case FindPages() if self._moves is not None:
                 self._moves.find(message)
