@@ -1,4 +1,4 @@
-"""Pages that move in a real mesh: blocks that are lost come back from the store, and a prompt is computed at one rank and decoded at another."""
+"""Pages that move in a real mesh: lost blocks come back from the store; one rank computes a prompt, and another decodes."""
 
 import os
 import signal
