@@ -146,6 +146,7 @@ class Store:
         keys = _keys(ask)
         lease = Lease([self._hit(key, width) for key, width in keys], ask.widths, writes=False)
         client.leases[ask.number] = lease
+        self.counts.add("kv_store_queries", amount=len(keys))
         if self.disk is not None:
             self.disk.open(ask.namespace)
             self._read_files(keys, lease, ask.block_s, now)
@@ -159,7 +160,6 @@ class Store:
     def _hit(self, key: bytes, width: int) -> Stored | None:
         """Uses a key that is there, or whose file is being read."""
         self._ceiling.looked_up(key)
-        self.counts.add("kv_store_queries")
         stored = self.memory.find(key, width)
         if stored is None:
             return None

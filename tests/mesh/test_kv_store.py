@@ -1,7 +1,12 @@
-"""A mesh with a store: it is one of the processes, may die at any moment, and is counted."""
+"""A mesh with a store: one of its processes, which may die at any moment, and which has the KV of prompts that left the device.
+
+A token of the fake device is a function of what its KV cache really holds, so pages of another prompt would be seen.
+"""
 
 import os
+import re
 import signal
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,24 +15,73 @@ from serving import Serving, serving
 from waiting import until
 
 pytestmark = pytest.mark.mesh
-FLAGS = ("--device", "fake", "--max-model-len", "512", "--kv-offloading-size", "0.25")
+# Forty pages: a prompt of 300 tokens has 19 of them.
+FLAGS = (
+    *("--device", "fake", "--fake-step-ms", "30", "--max-model-len", "512", "--num-gpu-blocks-override", "40"),
+    *("--kv-offloading-size", "0.25"),
+)
+PROMPTS = [[300 + number, *range(100, 399)] for number in range(5)]
+NUM_BLOCKS = 18  # whole ones of a prompt, the last token's left out
 
 
-def store(server: Serving) -> dict[str, object]:
-    """Its row of `meshlm status`."""
+def row(server: Serving) -> dict[str, object]:
+    """Of the store, in `meshlm status`."""
     return next(row for row in server.status()["processes"] if row["role"] == "store")
+
+
+def count(server: Serving, name: str, labels: str = "") -> float:
+    """The value of a metric of the store."""
+    text = httpx.get(f"{server.url}/metrics").text
+    found = re.search(rf"^meshlm:{name}{{model_name=\"[^\"]*\",process=\"store/0\"{labels}}} (\S+)$", text, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def answer(server: Serving, prompt: list[int]) -> int:
+    """Computes a prompt, whose answer must be the right one; gives the tokens of it that were cached."""
+    given = complete(server, prompt, 8)
+    assert given["choices"][0]["token_ids"] == reference(prompt, 8)
+    cached: int = given["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def stored(server: Serving, num_blocks: int, tier: str = "memory") -> None:
+    until(lambda: count(server, "kv_store_stored_total", f',tier="{tier}"') >= num_blocks, limit_s=30)
 
 
 def test_the_store_is_a_process_that_may_die() -> None:
     with serving(*FLAGS) as server:
         assert any("store/0 is ready: memory 0.25 GiB" in line for line in server.lines)
         before = server.pid("store")
-        assert store(server)["state"] == "ready"
+        assert row(server)["state"] == "ready"
+        answer(server, PROMPTS[0])
+        stored(server, NUM_BLOCKS)
+        server.forget()
         os.kill(before, signal.SIGKILL)
-        prompt = [300 + i for i in range(50)]
-        assert complete(server, prompt, 20)["choices"][0]["token_ids"] == reference(prompt, 20)
+        answer(server, PROMPTS[1])
         server.wait_for("store/0 is ready")
-        until(lambda: store(server)["state"] == "ready" and server.pid("store") != before)
-        assert store(server)["restarts"] == 1
-        assert complete(server, prompt, 20)["choices"][0]["token_ids"] == reference(prompt, 20)
-        until(lambda: "meshlm:kv_store_capacity_bytes{" in httpx.get(f"{server.url}/metrics").text)
+        until(lambda: row(server)["state"] == "ready" and server.pid("store") != before)
+        assert row(server)["restarts"] == 1
+        others = ([1000 + number, *range(100, 399)] for number in range(100))
+        until(lambda: answer(server, next(others)) == 0 and count(server, "kv_store_bytes", ',tier="memory"') > 0)
+        assert count(server, "kv_store_capacity_bytes", ',tier="memory"') == 1 << 28
+
+
+def test_what_left_the_device_comes_back_from_the_host_and_after_a_restart_from_the_disk(tmp_path: Path) -> None:
+    flags = (*FLAGS, "--kv-offloading-path", str(tmp_path / "kv"), "--kv-offloading-disk-size", "1G")
+    with serving(*flags) as server:
+        for number, prompt in enumerate(PROMPTS):
+            assert answer(server, prompt) == 0
+            stored(server, (number + 1) * NUM_BLOCKS)
+        assert answer(server, PROMPTS[0]) >= 16 * (NUM_BLOCKS - 1), "it left the device, which has room for two"
+        until(lambda: count(server, "kv_store_hits_total", ',tier="memory"') >= NUM_BLOCKS - 1)
+        stored(server, len(PROMPTS) * NUM_BLOCKS, "disk")
+    files = [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+    assert len(files) >= len(PROMPTS) * NUM_BLOCKS
+    with serving(*flags) as server:
+        assert [answer(server, prompt) >= 16 * (NUM_BLOCKS - 1) for prompt in PROMPTS] == [True] * len(PROMPTS)
+        until(lambda: count(server, "kv_store_hits_total", ',tier="disk"') >= (NUM_BLOCKS - 1) * len(PROMPTS))
+    for file in files:
+        file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    with serving(*flags) as server:
+        assert answer(server, PROMPTS[0]) == 0, "what is spoilt is computed"
+        until(lambda: count(server, "kv_store_bad_files_total", ',reason="foreign"') >= NUM_BLOCKS)
