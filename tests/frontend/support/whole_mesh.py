@@ -53,6 +53,7 @@ def stats(num_ranks: int) -> MeshStats:
             ),
             kv_cache_tokens=8192,
             kv_cache_requests=2.0,
+            role="decode",
         )
         for rank in range(num_ranks)
     )
