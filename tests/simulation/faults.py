@@ -25,6 +25,7 @@ class Kind(Enum):
     SLOW = "slow a link down: replays, and everything comes twice"
     PAUSE = "pause a process"
     SCALE = "all ranks but the first are to be removed, and come back"
+    ROLES = "the second of three ranks is for prompts, and decodes again (only where ranks have roles)"
     RESET = "the prefix cache is reset, and what runs is computed anew"
     REBALANCE = "experts are to move between ranks that step together"
     HOLD = "an operator pauses the mesh, and has it go on"

@@ -8,8 +8,10 @@ from typing import Any
 
 from mock_worker import VOCAB, Computed, Model
 from network import running
+from pages import SimulatedMoves
 
 from meshlm.protocol.edges.control import GraphCounts
+from meshlm.protocol.edges.kv import MovePages
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
@@ -51,6 +53,7 @@ class Step:
         self.begun: dict[int, set[int]] = {}  # by stage: the ranks that are at this step
         self.started: set[int] = set()  # stages
         self.computed: dict[int, list[Computed]] = {}  # by stage: of each rank that is done
+        self.results: dict[int, list[tuple[Worker, StepResult]]] = {}  # likewise
 
 
 class Together:
@@ -116,7 +119,7 @@ class _Plans:
         self.items: list[Any] = []
         self._worker = worker
 
-    def put(self, item: tuple[StepPlan | Reset | Operation, int]) -> None:
+    def put(self, item: tuple[StepPlan | Reset | Operation | MovePages, int]) -> None:
         self.items.append(item)
         self._worker.wake()
 
@@ -148,6 +151,9 @@ class Worker(WorkerApp):
 
     def _stepper(self, loaded: Any) -> None:
         self._process, self._loaded = running(), loaded
+        if self._mesh.config.kv_transfer.moves:
+            moves: Any = SimulatedMoves(self, self._process)
+            self._moves = moves
         self._later(self._process.load_s, self._meet if self._shard.size > 1 else self._ready)
 
     def _completer(self) -> None:
@@ -212,7 +218,11 @@ class Worker(WorkerApp):
         self._busy = True
         message, _ = self._plans.items.pop(0)
         dice = self._process.dice
-        if isinstance(message, Reset):
+        if isinstance(message, MovePages):
+            assert self._moves is not None
+            self._moves.move(message)
+            self._done()
+        elif isinstance(message, Reset):
             self._later(dice.random() ** 4 * RESET_S, self._do_reset, message)
         elif isinstance(message, Operation):
             self._later(dice.random() * self._step_s, self._operate, message)
@@ -318,6 +328,7 @@ class Worker(WorkerApp):
             for rank in range(stage * shard.tp_size, (stage + 1) * shard.tp_size):
                 worker = group.workers[rank]
                 worker._later(worker._process.dice.random() * worker._step_s, worker._compute, step.plan, step)
+            return
 
     def _compute(self, plan: StepPlan, step: Step | None = None) -> None:
         shard = self._shard
@@ -335,8 +346,14 @@ class Worker(WorkerApp):
         if self._facts.max_drafts:  # by which the scheduler chooses how many: any, as chance has it
             details["gpu_ns"] = int(self._step_s * 1e9) * (1 + (plan.step * 2_654_435_761 >> 7) % 3)
         result = StepResult(plan.session, plan.step, pack_i32(tokens), launched_ns=ns, done_ns=ns + 1, **details)
-        self._later(self._completed_at - world.now, self._complete, result)
-        if step is not None:
+        if step is None:
+            self._later(self._completed_at - world.now, self._complete, result)
+        else:  # the last sum over its stage comes behind what all have written
+            results = step.results.setdefault(shard.pp_rank, [])
+            results.append((self, result))
+            if len(results) == shard.tp_size:
+                for worker, its in results:
+                    worker._later(max(0.0, worker._completed_at - world.now), worker._complete, its)
             self._compute_stages(step)
         self._done()
 

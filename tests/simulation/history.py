@@ -95,6 +95,11 @@ class History:
             assert isinstance(supervisor.app, Supervisor)
             world.at(world.now, supervisor, supervisor.app.set_ranks, 1)
             world.at(world.now + fault.seconds, supervisor, supervisor.app.set_ranks, self.scenario.num_ranks)
+        elif fault.kind is Kind.ROLES:
+            supervisor = world.processes[HEAD]
+            assert isinstance(supervisor.app, Supervisor)
+            for when, number in ((world.now, 2), (world.now + fault.seconds, 1)):
+                world.at(when, supervisor, supervisor.app.set_roles, number, self.scenario.num_ranks)
         elif fault.kind in OPERATIONS:
             supervisor = world.processes[HEAD]
             assert isinstance(supervisor.app, Supervisor)
@@ -262,7 +267,9 @@ def shrunk(scenario: Scenario) -> Scenario:
             yield replace(scenario, num_frontends=1, asks=tuple(replace(ask, frontend=0) for ask in scenario.asks))
         if scenario.num_detokenizers > 1:
             yield replace(scenario, num_detokenizers=1)
-        if scenario.num_ranks > 1 and scenario.shape is not Shape.HOSTS:
+        if scenario.num_prefill_ranks:
+            yield replace(scenario, num_prefill_ranks=0)
+        elif scenario.num_ranks > 1 and scenario.shape is not Shape.HOSTS:
             yield replace(scenario, num_ranks=1)
         if scenario.tp_size > 1 and scenario.pp_size > 1:
             yield replace(scenario, pp_size=1)

@@ -120,11 +120,13 @@ class Model:
         tokens: list[int] = []
         given: list[int] = []
         for row, drafts, sampled in zip(rows, num_drafts, samples, strict=True):
-            if sampled and is_last:
+            if sampled and (is_last or plan.num_drafts):  # each stage drafts for itself
                 dice = (plan.step * 2_654_435_761 + row * 40_503) >> 5
-                given.append(min(dice % 6, 1 + drafts) if plan.num_drafts else 1)
-                self._sample(row, given[-1], drafts)
-                tokens += self.rows[row][0][len(self.rows[row][0]) - given[-1] :]
+                count = min(dice % 6, 1 + drafts) if plan.num_drafts else 1
+                self._sample(row, count, drafts)
+                if is_last:
+                    given.append(count)
+                    tokens += self.rows[row][0][len(self.rows[row][0]) - count :]
         return tokens, given, computed
 
     def _pool(self, rows: list[int], starts: list[int], counts: list[int]) -> None:

@@ -13,6 +13,7 @@ from clients import LOADED, TABLE
 from network import Inbox, Outbox, running
 
 from meshlm.coordinator import io as coordinator_io
+from meshlm.coordinator import rehome, roles, routing
 from meshlm.detokenizer import io as detokenizer_io
 from meshlm.frontend import io as frontend_io
 from meshlm.runtime.client import mesh_client
@@ -20,9 +21,12 @@ from meshlm.runtime.mesh import links as links_module
 from meshlm.runtime.mesh import mesh as mesh_module
 from meshlm.runtime.mesh import remote as remote_module
 from meshlm.scheduler_proc import io as scheduler_io
+from meshlm.scheduler_proc.connectors import holder, transfers
 from meshlm.supervisor.nodes import network as supervisor_network
 from meshlm.workers import io as worker_io
 from meshlm.workers.distributed import membership
+
+LEASE_NS = 3_000_000_000  # of a lease: a history waits until all have ended
 
 
 class _Log:
@@ -100,6 +104,11 @@ def simulated() -> Iterator[None]:
             (frontend_io, "time", _Clock),
             (mesh_client, "time", _Clock),
             (coordinator_io, "time", _Clock),
+            (roles, "SHORT_PROMPT", 2),
+            (routing, "SPILL", 4.0),
+            (rehome, "SPILL", 4.0),
+            (holder, "LEASE_NS", LEASE_NS),
+            (transfers, "LEASE_S", LEASE_NS / 1e9),
             (scheduler_io, "time", _Clock),
         ):
             stack.enter_context(patch.object(module, name, fake, create=True))

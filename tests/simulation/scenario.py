@@ -59,6 +59,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     max_drafts: int = 0  # of the workers: with some, rows get none, one or several tokens a step
     kv_specs: tuple[KVSpec, ...] = ()  # of their groups of layers
+    num_prefill_ranks: int = 0  # the first ranks; 0: none has a role
 
     @property
     def num_hosts(self) -> int:
@@ -99,6 +100,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     def linked(self, one: Identity, other: Identity) -> bool:
         """Whether these two should have a session when all is well."""
+        if one.role is other.role is Role.SCHEDULER:
+            return self.num_prefill_ranks > 0 and one.index < other.index
         if (one.role, other.role) not in LINKS:
             return False
         if other.role is Role.SUPERVISOR:
@@ -162,7 +165,20 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     states = random.Random(f"states {seed}")
     if states.random() < 0.2:
         specs = states.choice(STATES)
-    return replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)), kv_specs=specs)
+    made = replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)), kv_specs=specs)
+    return with_roles(made) if random.Random(f"roles {seed}").random() < 0.4 else made
+
+
+def with_roles(scenario: Scenario) -> Scenario:
+    """The same with ranks for prompts and ranks that decode, where it can have them."""
+    if not (scenario.prefix_caching and scenario.num_ranks > 1 and scenario.shape in (Shape.PLAIN, Shape.GROUP)):
+        return scenario
+    dice = random.Random(f"roles {scenario.seed}")
+    if dice.random() < 0.5:
+        return replace(scenario, num_prefill_ranks=1)
+    change = Fault(dice.randrange(300), Kind.ROLES, HEAD, None, dice.choice((0.01, 0.2, 2.5)) * dice.random())
+    faults = tuple(sorted((*scenario.faults, change), key=lambda fault: fault.at_frame))
+    return replace(scenario, num_prefill_ranks=1, num_ranks=3, faults=faults)
 
 
 def _possible(shape: Shape) -> tuple[Kind, ...]:
@@ -279,6 +295,7 @@ def _config_of(scenario: Scenario, host: int) -> cfg.MeshConfig:
         parallel=_parallel_of(scenario, host),
         server=cfg.ServerConfig(detokenizers=scenario.num_detokenizers, retry_window=RETRY_WINDOW_S),
         run=cfg.RunConfig(run_dir=f"/sim/{host}"),
+        kv_transfer=cfg.KVTransferConfig(num_prefill_ranks=scenario.num_prefill_ranks),
         worker=cfg.WorkerConfig(fake_lockstep=scenario.shape is Shape.LOCKSTEP),
         resolved=resolved,
     )

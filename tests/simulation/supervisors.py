@@ -21,7 +21,7 @@ class Supervisor:
         self._mesh: Mesh | None = None
         self._ranks: control.SetRanks | None = None
         self.num_asked = 0  # operations
-        self.changed_settings: dict[str, str | int | float] = {}  # no operator changes any
+        self.changed_settings: dict[str, str | int | float] = {}
         self._network: Head | Guest | None = None
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
@@ -35,6 +35,14 @@ class Supervisor:
         """A change of their number as the coordinator sees it; the processes stay."""
         self._ranks = control.SetRanks(num_ranks)
         self._tell_ranks()
+
+    def set_roles(self, num_prefill_ranks: int, num_ranks: int) -> None:
+        """As an operator asks for it, of all processes."""
+        self.changed_settings = {"dp_roles": f"prefill:{num_prefill_ranks},decode:{num_ranks - num_prefill_ranks}"}
+        assert self._mesh is not None
+        for role in Role:
+            for peer in self._mesh.peers(role):
+                self._mesh.send(peer, control.ChangeSettings(self.changed_settings))
 
     def operate(self, action: Action) -> None:
         """As an operator asks for it."""

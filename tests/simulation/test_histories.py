@@ -20,7 +20,7 @@ from history import History, shrunk, violation
 from mock_worker import Computed, Model
 from msgspec.structs import replace
 from replaced import simulated
-from scenario import STATES, make
+from scenario import STATES, make, with_roles
 
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
@@ -289,3 +289,20 @@ def test_vectors_come_once_although_processes_die() -> None:
     assert answered > 100, answered
     assert again > 5, again
     assert 100 < sum(ask.pool is not None for seed in range(300) for ask in make(seed).asks) < 300
+
+
+def test_prompts_are_handed_off_and_pages_moved_whatever_dies() -> None:
+    """In a share of all histories; here in each: either rank dies, its scheduler or its worker, or the coordinator between them."""
+    handed_off = copies = loaded = 0
+    for seed in range(FIRST, FIRST + 150):
+        story: list[str] = []
+        shape = (Shape.PLAIN, Shape.GROUP)[seed % 2]
+        scenario = replace(make(seed, KILLS_OF_RANKS, shape), num_ranks=2, num_prefill_ranks=0, prefix_caching=True)
+        assert violation(with_roles(scenario), story) == "", seed
+        handed_off += sum(" Readmit(" in line and "handed_off=True" in line for line in story)
+        copies += sum(" moves " in line and "pages" in line for line in story)
+        loaded += sum(" PagesMoved(" in line and "failed=b''" in line for line in story)
+    assert handed_off > 50, handed_off
+    assert copies > 50, copies
+    assert loaded > 30, loaded
+    assert 0.05 < sum(make(seed).num_prefill_ranks > 0 for seed in range(1000)) / 1000 < 0.3

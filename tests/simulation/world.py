@@ -24,6 +24,7 @@ from meshlm.runtime.process.process import App
 
 if TYPE_CHECKING:
     from group import Group, Together
+    from mock_worker import Model
 
 BEGIN_S = 1000.0  # simulated seconds since the epoch at the start
 DIED_S = 0.02  # at most, until the supervisor has seen a death
@@ -62,6 +63,7 @@ class World:
         self.cuts: dict[tuple[int, int], float] = {}  # from host to host: until when nothing passes
         self.together: dict[int, Together] = {}  # by the epoch of their group
         self.groups: dict[tuple[int, ...], Group] = {}  # by the lives that have met
+        self.memories: dict[str, Model] = {}  # of workers, whose pages others read
         self.supervisors = [config.node.index if config.node else 0 for config in configs]
         for index in self.supervisors:
             self._spawn(Identity(Role.SUPERVISOR, index))
