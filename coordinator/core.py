@@ -342,10 +342,8 @@ class Coordinator:
                 del self.owner[one.request_id]
                 if not one.handed_off:
                     self.moving.begin((one.request_id,), now)
-            if one.handed_off:
-                rank.num_hand_offs += 1
-                if one.request_id not in self.owner:  # else a newer attempt of it has a rank already
-                    self.moving.hand_off(one.request_id, rank, now)
+            if one.handed_off and one.request_id not in self.owner:  # else a newer attempt of it has a rank already
+                self.moving.hand_off(one.request_id, rank, now)
             member = self.members.get(one.detokenizer)
             if member is not None and member.incarnation == one.incarnation:
                 found.setdefault((one.detokenizer, one.handed_off), []).append(one)

@@ -46,7 +46,6 @@ class Rank:
     counts: ProcessCounts = ProcessCounts()  # as it said last
     retiring: bool = False
     role: RankRole = RankRole.BOTH
-    num_hand_offs: int = 0  # requests that it handed off, since this coordinator began
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
     num_loading: int = 0  # requests whose KV comes from other ranks ...
@@ -115,7 +114,6 @@ class Rank:
             incarnation=self.incarnation,
             counts=self.counts,
             role="" if self.role is RankRole.BOTH else self.role.value,
-            num_hand_offs=self.num_hand_offs,
         )
 
     @property

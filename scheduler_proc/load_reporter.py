@@ -22,7 +22,7 @@ class LoadReporter:
         self.started: list[Started] = []
         self.returned: list[Returned] = []
         self.live_tokens = 0  # that requests which have not ended got here
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.generation_tokens = self.num_hand_offs = 0
         self.busy_ns = self.idle_ns = 0  # of the device; idle although requests were running
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self.answers = 0  # the number of the coordinator's newest ReportLoad
@@ -40,6 +40,7 @@ class LoadReporter:
         """Its prompt is computed, and it goes on at a rank that decodes."""
         one = Returned(work.request_id, work.attempt, work.handle, detokenizer, incarnation, handed_off=True)
         self.returned.append(one)
+        self.num_hand_offs += 1
 
     def tell_all(self) -> None:
         """The next Load is due even without change."""
@@ -93,6 +94,7 @@ class LoadReporter:
             sleeping=self.sleeping,
             kv_cache_tokens=batching.most_tokens,
             kv_cache_requests=batching.most_requests,
+            num_hand_offs=self.num_hand_offs,
             counts=batching.counts.told() if self._tells_counts else None,
         )
         self._tells_counts = False

@@ -181,6 +181,7 @@ class Load(Struct, frozen=True, tag="load"):
     sleeping: Sleeping = AWAKE  # its workers
     kv_cache_tokens: int = 0  # of requests of the full context that decode side by side ...
     kv_cache_requests: float = 0.0  # ... and their number
+    num_hand_offs: int = 0  # requests that went on at a rank that decodes, since start
 
 
 SchedulerToCoordinator = Load

@@ -316,7 +316,7 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     kv_cache_tokens: int = 0
     kv_cache_requests: float = 0.0
     role: str = ""  # prefill or decode; "": the ranks have no roles
-    num_hand_offs: int = 0  # requests that it gave to a rank that decodes, since the coordinator's start
+    num_hand_offs: int = 0
 
 
 class QueueFull(Struct, frozen=True, tag="queue_full"):

@@ -275,7 +275,7 @@ def test_roles_change_while_requests_run() -> None:
 def test_figures_name_roles_and_count_hand_offs() -> None:
     mesh = bench(S0, S1)
     assert assigned(mesh, prompt("r")) == S0
-    mesh.says(S0, roomy(returned=(handed("r"),)))
+    mesh.says(S0, roomy(returned=(handed("r"),), num_hand_offs=1))
     (told,) = [one for one in stats(mesh.join(Identity(Role.FRONTEND))) if one.ranks]
     assert [(rank.role, rank.num_hand_offs) for rank in told.ranks] == [("prefill", 1), ("decode", 0)]
 

@@ -161,6 +161,7 @@ FULL: tuple[Struct, ...] = (
         SLEEPING,
         16,
         17.5,
+        18,
     ),
     # counts of processes
     HISTOGRAM,
