@@ -85,21 +85,15 @@ def _kept_turns(given: Any) -> int:
     return found
 
 
-_SAME = [
-    "max_tokens",
-    "stream",
-    "temperature",
-    "top_k",
-    "top_p",
-    "cache_salt",
-    "deterministic",
-    "num_speculative_tokens",
-    "priority",
-]
+_SAME = ("max_tokens", "stream", "temperature", "top_k", "top_p", "cache_salt", "deterministic", "priority")
 
 
 def _generation(request: MessagesRequest) -> Json:
-    return {"stop": request.stop_sequences or None, **{name: getattr(request, name) for name in _SAME}}
+    return {
+        "stop": request.stop_sequences or None,
+        "num_speculative_tokens": request.num_speculative_tokens,
+        **{name: getattr(request, name) for name in _SAME},
+    }
 
 
 def _template_kwargs(request: Conversation) -> Json | None:
