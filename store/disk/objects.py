@@ -62,6 +62,7 @@ class Objects:
     def list(self) -> Listed:
         """All of it, of whatever namespace; in no order, as not every storage says when an object was written."""
         with _as_os_errors():
+            self._base.system.invalidate_cache()  # other meshes write there, too
             try:
                 found = self._base.system.find(str(self._base.path), detail=True)
             except FileNotFoundError:

@@ -223,14 +223,19 @@ class Tier:
             return
         if not self._make_room(self._file_bytes(len(stored.slots))):
             self._to_write.clear()
-            self._fail(f"other meshes' files leave no room ({self._others_bytes} bytes)", now)
+            others = f", and other meshes' have {self._others_bytes}" if self._others_bytes else ""
+            self._fail(f"files may have {self.capacity} bytes{others}: there is no room for one more", now)
             return
         self._memory.use(stored)
         self.writing = stored
         self.effects.append(WriteFile(key, stored.slots, self._memory.slot_bytes))
 
     def _make_room(self, num_bytes: int) -> bool:
-        while self.capacity is not None and self.num_bytes + num_bytes > self.capacity:
+        if self.capacity is None:
+            return True
+        if self._others_bytes + num_bytes > self.capacity:
+            return False
+        while self.num_bytes + num_bytes > self.capacity:
             if (key := self._eviction.evict(self.reading.__contains__)) is None:
                 return False
             del self.sizes[key]

@@ -46,6 +46,12 @@ def lines(config: MeshConfig, run_dir: Path) -> Iterator[str]:
     yield ""
     yield "memory of each worker:"
     yield from (f"    {name:<32} {text}" for name, text in memory(config))
+    if (size := config.kv_transfer.kv_offloading_size) is not None:
+        below = config.kv_transfer.kv_offloading_path
+        yield ""
+        yield f"memory of the store: {size:g} GiB of this host's" + (
+            f", and behind it {readable(below)}" if below else ""
+        )
     yield ""
     yield "processes of this node:"
     for role, names in processes(config):

@@ -209,7 +209,16 @@ def test_other_meshes_files_are_left_alone_and_count() -> None:
     bench.stores(S0, [3])
     bench.works()
     assert name(3) not in bench.disk
-    assert tier(bench).failure == f"other meshes' files leave no room ({3 * FILE} bytes)"
+    why = f"files may have {3 * FILE} bytes, and other meshes' have {3 * FILE}: there is no room for one more"
+    assert tier(bench).failure == why
+
+
+def test_a_file_that_is_larger_than_all_may_be_deletes_nothing() -> None:
+    bench = opened(num_pages=20, disk_bytes=2 * FILE, there={name(1): FILE})
+    bench.stores(S0, [2], width=4)
+    assert bench.files == []
+    assert tier(bench).failure == f"files may have {2 * FILE} bytes: there is no room for one more"
+    assert set(tier(bench).sizes) == {name(1)}
 
 
 def test_a_namespace_that_a_rank_opens_later_is_this_meshs() -> None:

@@ -29,6 +29,15 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_store_is_named_with_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kv-offloading-size", "0.5", "--kv-offloading-path", str(tmp_path / "kv"), "--port", str(free_port())]
+    assert main.run([*FAKE, *words]) == 0
+    said = capsys.readouterr().out
+    assert f"memory of the store: 0.5 GiB of this host's, and behind it {tmp_path / 'kv'}" in said
+    assert "store/0" in said
+    assert not (tmp_path / "kv").exists()
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main.run(

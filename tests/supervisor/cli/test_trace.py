@@ -23,6 +23,10 @@ PARTS = [
 ]
 
 
+def test_every_process_that_has_a_timeline_has_its_place() -> None:
+    assert set(trace.ORDER) == set(Role) - {Role.SUPERVISOR}
+
+
 def test_the_format_is_right() -> None:
     check(trace.events(PARTS))
     check(trace.events([]))

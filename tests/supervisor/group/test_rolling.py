@@ -24,6 +24,7 @@ from meshlm.supervisor.group.events import (
 )
 from meshlm.supervisor.group.operations import Operations
 from meshlm.supervisor.group.rolling import (
+    ORDER,
     SETTLE_S,
     SPARE_INDEX,
     AskToLeave,
@@ -267,3 +268,8 @@ def test_stop_ends_a_restart() -> None:
     for identity in (FRONTEND, SPARE, WORKER):
         bench.exit(identity)
     assert all(process.state is State.STOPPED for process in bench.group.processes.values())
+
+
+def test_processes_of_every_role_can_be_replaced() -> None:
+    assert set(ORDER) == set(Role) - {Role.SUPERVISOR}
+    assert chosen("store", [Identity(Role.WORKER), Identity(Role.STORE)]) == (Identity(Role.STORE),)
