@@ -2,12 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import structlog
+from worker_meshes import WorkerMesh
 
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import (
@@ -40,35 +39,16 @@ from meshlm.workers.output.grammars import GrammarRows, MatchersLost
 from meshlm.workers.rows.extras.extra import RowExtras
 
 
-class Mesh:
-    """What WorkerApp uses of runtime.mesh.Mesh."""
+class Mesh(WorkerMesh):
+    """Of --device fake; no frame holds the result of a step."""
 
     def __init__(self, smollm2: Path) -> None:
-        self.identity = Identity(Role.WORKER, 0)
-        self.config = resolve.resolve(flags.build({"model": str(smollm2), "device": "fake"}, None))
-        self.log: Any = structlog.get_logger()
-        self.said: asyncio.Queue[object] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-
-    def call_soon_threadsafe(self, callback: Callable[..., None], *arguments: object) -> None:
-        self._loop.call_soon_threadsafe(callback, *arguments)
-
-    def call_later(self, delay_s: float, callback: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:
-        return self._loop.call_later(delay_s / 100, callback, *arguments)
+        super().__init__(resolve.resolve(flags.build({"model": str(smollm2), "device": "fake"}, None)))
 
     def send(self, to: Identity, message: object) -> None:
         if isinstance(message, StepResult):
             raise MessageTooLong(to, "StepResult", 101, 100)
-        self.said.put_nowait(message)
-
-    def progress(self, *arguments: object) -> None:
-        """Nobody looks."""
-
-    def fatal(self, message: str) -> None:
-        self.said.put_nowait(message)
-
-    def tell_supervisor(self, message: object) -> None:
-        self.said.put_nowait(message)
+        super().send(to, message)
 
 
 class Grammars:

@@ -34,7 +34,7 @@ CASES: dict[str, tuple[tuple[str, dict[str, Any]], str, dict[str, Any], type[KVS
     "states of numbers": (HYBRID["qwen3-next"], "cpu", {"mamba_block_size": 48}, RecurrentState),
 }  # fmt: skip
 PAGES = 96
-SHARES = {"dp_roles": "prefill:1,decode:1", "data_parallel_size": 2}
+SHARES: dict[str, Any] = {"dp_roles": "prefill:1,decode:1", "data_parallel_size": 2}
 
 
 class Listening:
