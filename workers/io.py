@@ -302,6 +302,8 @@ class WorkerApp:
             case PrepareExtra():
                 assert self._engine is not None
                 self._extra_threads.submit(self._engine, message)
+            case MovePages(is_load=False) if self._moves is not None:  # of steps whose results are back
+                self._moves.move(message, is_behind_steps=False)
             case MovePages():
                 if message.is_load:
                     self._directory.forget(unpack_i32(message.pages))

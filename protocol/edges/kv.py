@@ -120,7 +120,7 @@ StoreToScheduler = PagesOpened | PagesFound | LeaseEnded | PagesWanted
 
 
 class MovePages(Struct, frozen=True, tag="move_pages", omit_defaults=True):
-    """Copy pages between the KV cache and other memory, behind all steps that were planned before, beside those that follow.
+    """Copy pages between the KV cache and other memory, beside steps: a load behind those that were planned before it.
 
     The pages here are leased until the answer: no step writes them (loads) or frees them (saves). A worker copies nothing after the
     deadline, nor once its session has ended: before it answers a Reset its copies have stopped."""

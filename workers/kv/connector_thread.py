@@ -126,7 +126,7 @@ class ConnectorThread:
 
     def __init__(self, calls: ConnectorCalls, mover: Mover, page_bytes: int, say: Callable[[Struct], None]) -> None:
         self._calls, self._mover, self._page_bytes, self._say = calls, mover, page_bytes, say
-        self._messages: queue.SimpleQueue[tuple[FindPages | MovePages, object] | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[FindPages | MovePages | None, object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"messages of {calls.name}", daemon=True).start()
 
     def submit(self, message: FindPages | MovePages, after: object = None) -> None:
@@ -135,7 +135,7 @@ class ConnectorThread:
 
     def remake(self) -> None:
         """The pages' bytes mean something else from now on."""
-        self._calls.remake()
+        self._messages.put((None, None))
 
     def close(self) -> None:
         self._messages.put(None)
@@ -144,6 +144,9 @@ class ConnectorThread:
     def _work(self) -> None:
         while (item := self._messages.get()) is not None:
             message, after = item
+            if message is None:  # behind what was saved before
+                self._calls.remake()
+                continue
             if message.session != self._mover.session:
                 continue  # nobody waits for it
             if isinstance(message, FindPages):

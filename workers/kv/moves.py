@@ -1,7 +1,7 @@
 """All of a worker that moves KV pages: the mover, the connectors, and what the bytes mean. The stepper thread makes it once there is an
 engine, and only where the settings have pages move (KVTransferConfig.moves).
 
-A MovePages comes by way of the stepper, behind the steps before it; a FindPages from the event loop. Both are answered from other
+A load comes by way of the stepper, behind the steps before it; a save and a FindPages from the event loop. Both are answered from other
 threads.
 """
 
@@ -118,9 +118,10 @@ class PageMoves:
         else:
             connector.submit(find)
 
-    def move(self, move: MovePages) -> None:
-        """Called by the stepper, behind the steps that were planned before it."""
-        after = self._pages.mark()
+    def move(self, move: MovePages, *, is_behind_steps: bool = True) -> None:
+        """Called by the stepper, behind the steps that were planned before it: they may write the pages that a load is to fill. What
+        is saved was computed by steps whose results are back, and nobody writes it: it waits for no step."""
+        after = self._pages.mark() if is_behind_steps else None
         if move.memory is not None:
             other, pages, lines = move.memory, ints(move.pages), ints(move.there)
             done = _Answer(move, self._pages.page_bytes, self._say)
