@@ -127,11 +127,16 @@ def test_on_a_cpu_the_tokens_are_those_of_a_mesh_without_roles(kind: str, tmp_pa
     """Also with a sliding window, whose earlier pages are not there any more."""
     model = small_model(tmp_path, kind)
     asked = [[3 + 7 * i % (190 + number) for i in range(300 + number)] for number in range(6)]
+    others = [[5 + 11 * i % (180 + number) for i in range(280 + number)] for number in range(16)]
     flags = (model, *FLAGS, "--load-format", "dummy", "--max-model-len", "512")
     with serving(*flags) as server:
-        wanted = greedy(server, asked)
+        wanted, wanted_of_others = greedy(server, asked), greedy(server, others)
     with serving(*flags, *ROLES) as server:
         assert [one for prompt in asked for one in greedy(server, [prompt])] == wanted
         assert metric(server, "request_hand_offs_total", 'engine="0"') == len(asked)
         assert metric(server, "kv_loaded_blocks_total", 'engine="1"') > 0
         assert greedy(server, asked) == wanted, "at once, and cached"
+        with ThreadPoolExecutor(4) as pool:
+            streams = [pool.submit(greedy, server, [prompt]) for prompt in others]
+            assert kill_some(server, list(streams), len(asked)) > 1
+            assert [one for stream in streams for one in stream.result(timeout=300)] == wanted_of_others
