@@ -1,8 +1,7 @@
 """Products of many rows, each with the weight of its expert:  out[r] = x[r] W[e(r)]^T, or silu(x W_gate^T) * (x W_up^T);
 without a gate relu(x W^T)^2; with a bias, or another activation, where kernels/moe_epilogue says so.
 
-    sorted     rows lie as kernels/moe_align orders them: a tile of rows has one expert; x may still be in the order of tokens (GATHER)
-    batched    x [experts, most, k], of which the first num_tokens[e] rows of each expert are real
+Rows lie as kernels/moe_align orders them: a tile of rows has one expert; x may still be in the order of tokens (GATHER).
 
 As many programs as run at once take tiles in turn, as in kernels/gate_up_silu; how many tiles there are, the device knows alone. Tiles
 that follow one another have the same weight or the same rows, in the L2 cache. Weights come by bulk copies (TMA), and so do rows that
@@ -38,7 +37,7 @@ def _tile_at(nth, down, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _lines(
-    x, slab, tile, token, k,
+    x, tile, token, k,
     INPUTS: tl.constexpr, GATHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Inputs k .. k + BLOCK_K - 1 of a tile's rows."""
@@ -50,7 +49,7 @@ def _lines(
         else:
             y = tl.load(line + inside[None, :], mask=(inside < INPUTS)[None, :], other=0.0)
     else:
-        y = x.load([slab, tile * BLOCK_M, k]).reshape(BLOCK_M, BLOCK_K)
+        y = x.load([0, tile * BLOCK_M, k]).reshape(BLOCK_M, BLOCK_K)
     return y
 
 
@@ -76,7 +75,7 @@ def _add(
 
 @triton.jit
 def _finish(
-    both, out, slab, tile, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
+    both, out, tile, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
     TOPK: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, GATED: tl.constexpr,
@@ -99,18 +98,18 @@ def _finish(
         n = column * BLOCK_N + tl.arange(0, BLOCK_N)
         tl.store(line + n[None, :], both.to(out.dtype.element_ty), mask=(entry >= 0)[:, None] & (n < OUTPUTS)[None, :])
     else:
-        out.store([slab, tile * BLOCK_M, column * BLOCK_N], both.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N))
+        out.store([0, tile * BLOCK_M, column * BLOCK_N], both.to(out.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 
 @triton.jit
 def _which(
-    ids, tile, slab, most,
+    ids, tile, most,
     TOPK: tl.constexpr, GATHER: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Each row of a tile: its entry, the row of x and of its scales, and whether a batch has it (the last tile may reach behind)."""
+    """Each row of a tile: its entry, the row of x and of its scales, and whether there is one (the last tile may reach behind)."""
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     entry = row
-    token = slab * most + row
+    token = row
     if GATHER or PARTS:
         entry = tl.load(ids + row)
     if GATHER:
@@ -120,7 +119,7 @@ def _which(
 
 @triton.jit
 def _span(
-    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column,
+    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, expert, first, column,
     TILES: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, GATHER: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -134,40 +133,40 @@ def _span(
     real = output < OUTPUTS
     line = (expert * halves + nth // BLOCK_N).to(tl.int64) * OUTPUTS + output
     w_scale, bias = w_scales + line * W_GROUPS, biases + line
-    entry, token, there = _which(ids, first, slab, most, TOPK, GATHER, PARTS, BLOCK_M)
+    entry, token, there = _which(ids, first, most, TOPK, GATHER, PARTS, BLOCK_M)
     total = tl.zeros((BLOCK_M, wide), tl.float32)
     if TILES > 1:
-        entry1, token1, there1 = _which(ids, first + 1, slab, most, TOPK, GATHER, PARTS, BLOCK_M)
+        entry1, token1, there1 = _which(ids, first + 1, most, TOPK, GATHER, PARTS, BLOCK_M)
         total1 = tl.zeros((BLOCK_M, wide), tl.float32)
     if TILES > 2:
-        entry2, token2, there2 = _which(ids, first + 2, slab, most, TOPK, GATHER, PARTS, BLOCK_M)
+        entry2, token2, there2 = _which(ids, first + 2, most, TOPK, GATHER, PARTS, BLOCK_M)
         total2 = tl.zeros((BLOCK_M, wide), tl.float32)
     for k in tl.range(0, INPUTS, BLOCK_K, num_stages=STAGES):
         weight = w.load([expert, 0, column * BLOCK_N, k]).reshape(wide, BLOCK_K)
-        y = _lines(x, slab, first, token, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
+        y = _lines(x, first, token, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
         total = _add(total, y, weight, w_scale, real, x_scales, token, there, k, BLOCK_K, X_GROUPS, W_GROUPS, UPCAST)
         if TILES > 1:
-            y1 = _lines(x, slab, first + 1, token1, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
+            y1 = _lines(x, first + 1, token1, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
             total1 = _add(
                 total1, y1, weight, w_scale, real, x_scales, token1, there1, k, BLOCK_K, X_GROUPS, W_GROUPS, UPCAST
             )
         if TILES > 2:
-            y2 = _lines(x, slab, first + 2, token2, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
+            y2 = _lines(x, first + 2, token2, k, INPUTS, GATHER, BLOCK_M, BLOCK_K)
             total2 = _add(
                 total2, y2, weight, w_scale, real, x_scales, token2, there2, k, BLOCK_K, X_GROUPS, W_GROUPS, UPCAST
             )
     _finish(
-        total, out, slab, first, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
+        total, out, first, column, entry, rows, weights, w_scale, bias, real, x_scales, token, there,
         TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
     )  # fmt: skip
     if TILES > 1:
         _finish(
-            total1, out, slab, first + 1, column, entry1, rows, weights, w_scale, bias, real, x_scales, token1, there1,
+            total1, out, first + 1, column, entry1, rows, weights, w_scale, bias, real, x_scales, token1, there1,
             TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
         )  # fmt: skip
     if TILES > 2:
         _finish(
-            total2, out, slab, first + 2, column, entry2, rows, weights, w_scale, bias, real, x_scales, token2, there2,
+            total2, out, first + 2, column, entry2, rows, weights, w_scale, bias, real, x_scales, token2, there2,
             TOPK, OUTPUTS, GATE, PARTS, BLOCK_M, BLOCK_N, X_GROUPS, W_GROUPS, BIAS, ALPHA, LIMIT, GATED,
         )  # fmt: skip
 
@@ -194,15 +193,15 @@ def _pick(values, at, one):
 def _grouped_gemm(
     x, w, w_lines, out, ids, ends, experts, weights, x_scales, w_scales, biases, most, rows, entries,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr,
-    GATHER: tl.constexpr, BATCHED: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GATHER: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, FLAT: tl.constexpr, TILES: tl.constexpr, GROUP: tl.constexpr, BLOCK_E: tl.constexpr,
     X_GROUPS: tl.constexpr, W_GROUPS: tl.constexpr, UPCAST: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     GATED: tl.constexpr, ASKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """w is a descriptor of w_lines [EXPERTS, 1 or 2 (gate and up), OUTPUTS, INPUTS]; out unless PARTS, and x unless GATHER, of
-    [1 or EXPERTS, rows, columns].
+    [1, rows, columns].
 
-    ends int32 [EXPERTS]: see moe_align; batched: num_tokens, and `most` rows of each expert. Scales: as in kernels/moe_few.
+    ends int32 [EXPERTS]: see moe_align. Scales: as in kernels/moe_few.
     PARTS: out [TOPK, rows, OUTPUTS]; experts, weights [rows, TOPK], of which `entries` say what goes nowhere: that has zeros."""
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     each: tl.constexpr = min(INPUTS, (STAGES - 1) * BLOCK_K)
@@ -212,12 +211,9 @@ def _grouped_gemm(
             if GATE:
                 tl.extra.cuda.gdc_launch_dependents()  # not before: what is behind it reads `ends` as soon as it begins
     at = tl.arange(0, BLOCK_E)
-    if BATCHED:
-        tiles = (tl.load(ends + at, mask=at < EXPERTS, other=0, cache_modifier=".cg") + BLOCK_M - 1) // BLOCK_M
-    else:
-        begins = tl.load(ends + at - 1, mask=(at > 0) & (at < EXPERTS), other=0, cache_modifier=".cg")
-        end = tl.load(ends + at, mask=at < EXPERTS, other=0, cache_modifier=".cg")
-        tiles = tl.where(at < EXPERTS, end - begins, 0)
+    begins = tl.load(ends + at - 1, mask=(at > 0) & (at < EXPERTS), other=0, cache_modifier=".cg")
+    end = tl.load(ends + at, mask=at < EXPERTS, other=0, cache_modifier=".cg")
+    tiles = tl.where(at < EXPERTS, end - begins, 0)
     spans = (tiles + TILES - 1) // TILES
     until = tl.cumsum(spans, axis=0)
     down = tl.sum(spans, axis=0)
@@ -237,40 +233,36 @@ def _grouped_gemm(
     for nth in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=FLAT):
         span, column = _tile_at(nth, down, across, GROUP)
         expert = tl.sum((until <= span).to(tl.int32), axis=0)
-        slab = expert if BATCHED else 0
         if TILES > 1:
             own, several = _pick(tiles, at, expert), _pick(spans, at, expert)
             within = span - _pick(until - spans, at, expert)
             first = within * own // several  # as equal as can be
             count = (within + 1) * own // several - first
-            if not BATCHED:
-                first += _pick(begins, at, expert)
-        elif BATCHED:
-            first = span - _pick(until - spans, at, expert)
+            first += _pick(begins, at, expert)
         else:
             first = span
         if TILES == 1:
             _span(
-                x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
+                x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, expert, first, column, 1,
                 TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
                 BIAS, ALPHA, LIMIT, GATED,
             )  # fmt: skip
         else:
             if count == 1:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 1,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, expert, first, column, 1,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
                     BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
             elif count == 2:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 2,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, expert, first, column, 2,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
                     BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
             elif TILES == 3:
                 _span(
-                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, slab, expert, first, column, 3,
+                    x, w, out, ids, weights, x_scales, w_scales, biases, most, rows, expert, first, column, 3,
                     TOPK, INPUTS, OUTPUTS, GATE, GATHER, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, X_GROUPS, W_GROUPS, UPCAST,
                     BIAS, ALPHA, LIMIT, GATED,
                 )  # fmt: skip
@@ -307,10 +299,10 @@ class Parts(NamedTuple):
 
 def _launch(
     x: Tensor, w: Tensor, out: Tensor, shape: Shape, most: int, ends: Tensor, ids: Tensor | None, num_topk: int,
-    scales: Scales, *, gate: bool, gather: bool = False, batched: bool = False, parts: Parts | None = None, asks: bool = False,
+    scales: Scales, *, gate: bool, gather: bool = False, parts: Parts | None = None, asks: bool = False,
     epilogue: Epilogue = PLAIN,
 ) -> None:  # fmt: skip
-    """x [tokens, k] if rows are gathered, else [1 or experts, rows, k]; out [1 or experts, rows, n]. most: tiles of rows that there
+    """x [tokens, k] if rows are gathered, else [1, rows, k]; out [1, rows, n]. most: tiles of rows that there
     may be."""
     num_experts, inputs = w.shape[0], w.shape[2]
     halves = 2 if gate and epilogue.gated else 1
@@ -334,7 +326,7 @@ def _launch(
         w, results, ends if ids is None else ids, ends, ends if parts is None else parts.experts,
         ends if parts is None else parts.weights, *(ends if each is None else each for each in (*scales, epilogue.bias)),
         1 << 30 if gather else x.shape[1], out.shape[1], 0 if parts is None else parts.experts.numel(),
-        EXPERTS=num_experts, TOPK=num_topk, INPUTS=inputs, OUTPUTS=outputs, GATE=gate, GATHER=gather, BATCHED=batched,
+        EXPERTS=num_experts, TOPK=num_topk, INPUTS=inputs, OUTPUTS=outputs, GATE=gate, GATHER=gather,
         PARTS=parts is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=shape.stages,
         FLAT=shape.flat, TILES=shape.tiles, GROUP=GROUP, BLOCK_E=triton.next_power_of_2(num_experts),
         X_GROUPS=0 if scales[0] is None else scales[0].shape[-1], W_GROUPS=0 if scales[1] is None else scales[1].shape[-1],
@@ -371,14 +363,4 @@ def sorted_gemm(
         x if gather else x[None], w, out if parts else out[None], shape, most, ends, ids, num_topk, scales,
         gate=gate, gather=gather, parts=parts, asks=asks, epilogue=epilogue,
     )  # fmt: skip
-    return out
-
-
-def batched_gemm(
-    x: Tensor, w: Tensor, out: Tensor, shape: Shape, num_tokens: Tensor, scales: "Scales" = (None, None), *,
-    gate: bool = False, epilogue: Epilogue = PLAIN,
-) -> Tensor:  # fmt: skip
-    """x [experts, most, k], num_tokens int32 [experts] -> out [experts, most, n]; what lies behind num_tokens is anything."""
-    most = x.shape[0] * triton.cdiv(x.shape[1], shape.block_m)
-    _launch(x, w, out, shape, most, num_tokens, None, 1, scales, gate=gate, batched=True, epilogue=epilogue)
     return out

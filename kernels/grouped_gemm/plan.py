@@ -144,25 +144,13 @@ def fp8_plan(rows: int, layer: Layer, block_k: int) -> Plan:
     )
 
 
-def batched_shapes(most: int, block_k: int = 0) -> tuple[many.Shape, many.Shape]:
-    """Tiles where an expert has up to so many rows. block_k: as in `fp8_plan`; 0: weights are of 16 bits."""
-    if block_k:
-        block_m, warps = (16, 4) if most <= 32 else (64, 4) if most <= 512 else (128, 8)
-        return many.Shape(block_m, 64, block_k, warps, 3), many.Shape(block_m, 128, block_k, warps, 3)
-    if most <= 32:
-        return many.Shape(16, 64, 128, 4, 3), many.Shape(16, 128, 128, 4, 3)
-    if most <= 512:
-        return many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4)
-    return many.Shape(128, 128, 64, 8, 3), many.Shape(128, 256, 64, 8, 3)
-
-
 def leaves_parts(plan: Plan, rows: int) -> bool:
     """Whether results are left as parts, where somebody sums them up."""
     return plan.kind != "one" and rows <= PARTS_ROWS
 
 
 def warm_rows(layer: Layer, most: int, block_k: int = 0, *, apart: bool = True, one_row: bool = True) -> set[int]:
-    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `batched_shapes`; apart and
+    """So many rows, up to `most`, meet every variant of the kernels that steps may use. block_k: as in `fp8_plan`, or 0; apart and
     one_row: as in `plan_for`."""
     seen, found = set(), set()
     for rows in range(1, most + 1):

@@ -5,7 +5,6 @@
 
     few        up to 64 rows, not sorted, as in kernels/moe_few: each expert that is touched is read once
     sorted     rows as kernels/moe_align orders them: a tile of rows has one expert
-    batched    x [experts, most, k], of which the first num_tokens[e] rows of each expert are real
 
 A chunk of 128 inputs (layout.py) is four products of 32 columns of x with a plane of codes. The weight is the left operand: it has many
 rows, where tokens may be few. Where a tile has few of them, integers are multiplied as they are, and a group's sum is scaled (AFTER).
@@ -184,10 +183,10 @@ def _few(
 def _many(
     x, weight, ids, ends, owners, experts, weights, biases, out, most, rows, entries,
     EXPERTS: tl.constexpr, TOPK: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, GATE: tl.constexpr, GATHER: tl.constexpr,
-    BATCHED: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """most: tiles of rows that there may be; batched: of each expert, which has `rows` rows in x and out, ends being num_tokens.
+    """most: tiles of rows that there may be.
     GATHER: x is in the order of tokens. PARTS: out [TOPK, rows, OUTPUTS], with zeros for the entries of experts that go nowhere."""
     across: tl.constexpr = (OUTPUTS + BLOCK_N - 1) // BLOCK_N
     pdl.follow(PDL)
@@ -198,35 +197,26 @@ def _many(
                 for begin in tl.range(0, OUTPUTS, BLOCK_N):
                     n = begin + tl.arange(0, BLOCK_N)
                     tl.store(to + n, tl.zeros((BLOCK_N,), out.dtype.element_ty), mask=n < OUTPUTS)
-    down = most * (EXPERTS if BATCHED else 1)
     first = tl.program_id(0) // (HEIGHT * across) * HEIGHT
-    height = tl.minimum(HEIGHT, down - first)
+    height = tl.minimum(HEIGHT, most - first)
     within = tl.program_id(0) % (HEIGHT * across)
     tile, column = first + within % height, within // height
-    if BATCHED:
-        expert = tile // most
-        row = tile % most * BLOCK_M + tl.arange(0, BLOCK_M)
-        count = tl.load(ends + expert)
-        live = (tile % most * BLOCK_M < count).to(tl.int32)
-        there, token = row < count, expert * rows + row
-        entry = token
-    else:
-        live = (tile < tl.load(ends + EXPERTS - 1)).to(tl.int32)
-        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        expert = tl.load(owners + tile * live) % EACH_ROW
-        there, token, entry = row >= 0, row, row
-        if GATHER or PARTS:
-            entry = tl.load(ids + row * live)
-            there = entry >= 0
-        if GATHER:
-            token = tl.where(there, entry // TOPK, 0)
+    live = (tile < tl.load(ends + EXPERTS - 1)).to(tl.int32)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    expert = tl.load(owners + tile * live) % EACH_ROW
+    there, token, entry = row >= 0, row, row
+    if GATHER or PARTS:
+        entry = tl.load(ids + row * live)
+        there = entry >= 0
+    if GATHER:
+        token = tl.where(there, entry // TOPK, 0)
     if live == 1:
         total = _products(
             x + token.to(tl.int64) * FORMAT[7], there, weight, expert, column,
             INPUTS, OUTPUTS, 2 if GATE else 1, FORMAT, BLOCK_M, BLOCK_N, STAGES,
         )  # fmt: skip
         own = tl.zeros((BLOCK_M,), tl.float32)
-        place = token if BATCHED else row
+        place = row
         if PARTS:
             entry = tl.where(there, entry, 0)
             own = tl.load(weights + entry, mask=there, other=0.0)
@@ -298,23 +288,8 @@ def sorted_rows(
         x, _tensors(w), rows.ids, rows.ends, rows.owners, rows.ids if parts is None else parts.experts,
         x if parts is None else parts.weights, x if epilogue.bias is None else epilogue.bias, out, most, out.shape[-2],
         0 if parts is None else parts.experts.numel(), EXPERTS=num_experts, TOPK=rows.num_topk, INPUTS=w.inputs, OUTPUTS=outputs,
-        GATE=gate, GATHER=gate, BATCHED=False, PARTS=parts is not None, HEIGHT=GROUP_OF_TILES,
+        GATE=gate, GATHER=gate, PARTS=parts is not None, HEIGHT=GROUP_OF_TILES,
         **_options(shape, x, w, epilogue, block_m),
-    )  # fmt: skip
-    return out
-
-
-def batched_rows(
-    x: Tensor, w: ExpertWeight, out: Tensor, shape: Shape, num_tokens: Tensor, *, gate: bool = False, epilogue: Epilogue = PLAIN
-) -> Tensor:  # fmt: skip
-    """x [experts, most, k], num_tokens int32 [experts] -> out [experts, most, n]; what lies behind num_tokens is anything."""
-    num_experts, rows = x.shape[:2]
-    outputs, most = out.shape[2], triton.cdiv(rows, shape.block_m)
-    _many[(num_experts * most * triton.cdiv(outputs, shape.block_n),)](
-        x, _tensors(w), num_tokens, num_tokens, num_tokens, num_tokens, x,
-        x if epilogue.bias is None else epilogue.bias, out, most, rows, 0, EXPERTS=num_experts, TOPK=1, INPUTS=w.inputs,
-        OUTPUTS=outputs, GATE=gate, GATHER=False, BATCHED=True, PARTS=False, HEIGHT=GROUP_OF_TILES,
-        **_options(shape, x, w, epilogue, shape.block_m),
     )  # fmt: skip
     return out
 

@@ -158,11 +158,6 @@ def candidates(rows: int, layer: Layer, kind: str) -> list[tuple[int, ...]]:
     return [(height, *gate, *down) for gate, down in pairs for height in heights]
 
 
-def batched_shapes(most: int, kind: str) -> tuple[Shape, Shape]:
-    """Tiles of gate and down where an expert has up to so many rows."""
-    return _tiles(12 if most <= LEAST_ROWS else 32 if most <= 64 else 96 if most <= 512 else most, kind)
-
-
 def _tiles(each: float, kind: str) -> tuple[Shape, Shape]:
     """each: rows that an expert has on average. As measured with gpt-oss' layer, and of integers with Qwen3-30B-A3B's."""
     integers = kind != MXFP4.name

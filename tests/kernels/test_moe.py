@@ -204,23 +204,6 @@ def test_products_of_warps_that_do_one_thing_each(
         near(found[place], expected_found[real], dtype, 6.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", MANY)
-def test_products_of_batched_rows(shape: grouped_gemm.Shape, dtype: torch.dtype) -> None:
-    experts, most, hidden, wide = 5, 37, 72, 40
-    counts = torch.tensor([0, 37, 1, 16, 17], dtype=torch.int32, device=DEVICE)
-    x = torch.randn(experts, most, hidden, device=DEVICE).to(dtype)
-    gate_up, down = some_weights(experts, 2 * wide, hidden, dtype), some_weights(experts, hidden, wide, dtype)
-    inner = torch.zeros(experts, most, wide, device=DEVICE, dtype=dtype)
-    out = torch.zeros(experts, most, hidden, device=DEVICE, dtype=dtype)
-    grouped_gemm.batched_gemm(x, gate_up, inner, shape, counts, gate=True)
-    grouped_gemm.batched_gemm(inner, down, out, shape, counts)
-    for expert, count in enumerate(counts.tolist()):
-        expected = reference.product(x[expert, :count], gate_up[expert], gate=True)
-        near(inner[expert, :count], expected, dtype, 4.0)
-        near(out[expert, :count], reference.product(expected, down[expert]), dtype, 6.0)
-
-
 FEW = [moe_few.Shape(16, 64, 4, 2), moe_few.Shape(32, 32, 4, 3)]
 
 
@@ -309,7 +292,7 @@ def _compare(
     codes: Tensor, x_scales: Tensor | None, values: Tensor, gate_up: Tensor, w_scales: Tensor, meant: Tensor,
     chosen: Tensor,
 ) -> None:  # fmt: skip
-    """Few, sorted and batched rows, against the product of the values that the codes stand for."""
+    """Few and sorted rows, against the product of the values that the codes stand for."""
     (rows, topk), experts, outputs = chosen.shape, len(gate_up), gate_up.shape[1] // 2
     expected = reference.by_entry(values, meant, chosen, gate=True)
     real = (chosen >= 0).flatten()
@@ -323,14 +306,6 @@ def _compare(
     scales = (x_scales, w_scales)
     grouped_gemm.sorted_gemm(codes, gate_up, inner, shape, ends, ids, topk, chosen.numel(), scales, gate=True)
     near(inner[positions.flatten().long()[real]], expected[real], WIDE, 8.0)
-    batch, batch_scales = codes.expand(experts, -1, -1).contiguous(), None
-    if x_scales is not None:
-        batch_scales = x_scales.expand(experts, -1, -1).contiguous()
-    out = torch.zeros(experts, rows, 2 * outputs, device=DEVICE, dtype=WIDE)
-    counts = torch.tensor([rows, 0, 1, rows // 2, rows, rows], dtype=torch.int32, device=DEVICE)
-    grouped_gemm.batched_gemm(batch, gate_up, out, shape, counts, (batch_scales, w_scales))
-    for expert, count in enumerate(counts.tolist()):
-        near(out[expert, :count], values[:count] @ meant[expert].t(), WIDE, 8.0)
 
 
 @needs_fp8

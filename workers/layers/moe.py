@@ -99,7 +99,7 @@ class MoE(nn.Module):
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
-        self._fused = FusedMoE(dispatcher, make_experts(dispatcher.format, self.experts.weights(self.act)))
+        self._fused = FusedMoE(dispatcher, make_experts(self.experts.weights(self.act)))
 
     @property
     def fused(self) -> FusedMoE:

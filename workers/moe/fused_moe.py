@@ -5,8 +5,8 @@
     experts     Dispatched                       -> their results (permute, gate and up, activation, down, unpermute)
     dispatcher  results, Routing                 -> PartialSum [m, hidden] of this rank's own tokens
 
-Dispatchers and experts are written for one of two `ActivationFormat`s and do more or less of the weighting and the sum over a
-token's experts (`WeightAndReduce`). fused_moe.py puts a pair together, or says why it cannot. Nothing here waits for the
+Dispatchers and experts do more or less of the weighting and the sum over a token's experts (`WeightAndReduce`).
+fused_moe.py puts a pair together, or says why it cannot. Nothing here waits for the
 device, and every shape follows from the number of rows that go in: so a step with experts is a CUDA graph like any other.
 
 A dispatcher and experts that fit together: a whole mixture of experts behind its router.
@@ -37,26 +37,17 @@ UNGATED_ACT = "relu2"
 """The activation of experts without a gate that kernels compute."""
 
 
-class ActivationFormat(Enum):
-    """The form in which rows come to the experts."""
-
-    CONTIGUOUS = "contiguous"
-    """x [m, hidden], each row with the numbers of its experts."""
-    BATCHED = "batched"
-    """x [local experts, most tokens, hidden], and how many rows of each expert are real."""
-
-
 class WeightAndReduce(Enum):
     """The work that is left to be done with the experts' results."""
 
     DONE = "done"
-    """Nothing: contiguous [m, hidden]."""
+    """Nothing: [m, hidden]."""
     PARTS = "parts"
-    """They are weighted; the sum is left to the norm behind it: contiguous float32 [k, m, hidden], zeros for NOWHERE."""
+    """They are weighted; the sum is left to the norm behind it: float32 [k, m, hidden], zeros for NOWHERE."""
     SUM = "sum"
-    """They are weighted; the sum over a row's experts is left: contiguous [m, k, hidden]."""
+    """They are weighted; the sum over a row's experts is left: [m, k, hidden]."""
     WEIGHTED_SUM = "weighted sum"
-    """Both: contiguous [m, k, hidden], batched [local experts, most tokens, hidden]."""
+    """Both: [m, k, hidden]."""
 
 
 class Quantisation(Enum):
@@ -90,16 +81,9 @@ class Routing(NamedTuple):
 class Dispatched(NamedTuple):
     """The rows that a dispatcher hands to the experts of this rank. Numbers of experts are local ones here."""
 
-    x: Tensor  # [m, hidden] or [local experts, most tokens, hidden], maybe 8-bit floats
+    x: Tensor  # [m, hidden], maybe 8-bit floats
     scales: Tensor | None  # float32 of x, where it is quantised: as x, but with one column for each group
-    routing: Routing | None  # contiguous: of the m rows; NOWHERE for experts of other ranks
-    num_tokens: Tensor | None  # batched: int32 [local experts]
-    # batched: the contiguous ones that were sorted, where a dispatcher still needs them
-    rows: "Dispatched | None" = None
-
-    @property
-    def format(self) -> ActivationFormat:
-        return ActivationFormat.BATCHED if self.routing is None else ActivationFormat.CONTIGUOUS
+    routing: Routing  # of the m rows; NOWHERE for experts of other ranks
 
 
 class WorkspaceShape(NamedTuple):
@@ -119,7 +103,6 @@ class Dispatcher(Protocol):
     """Sends tokens to experts and results back. One for all layers of a model."""
 
     name: str
-    format: ActivationFormat
     finishes: frozenset[WeightAndReduce]
     """What experts may leave to `combine`."""
     quantisations: frozenset[Quantisation]
@@ -128,9 +111,6 @@ class Dispatcher(Protocol):
     @property
     def overlapped(self) -> bool:
         """Whether another micro-batch computes while this one's rows travel: then what runs beside does so on their way back."""
-
-    def most_tokens(self, tokens: int) -> int:
-        """Batched: the rows that an expert may get of steps with so many tokens a rank; contiguous: the rows in all."""
 
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
         """Quantise and begin to send; what is computed before the receiver is called runs meanwhile."""
@@ -151,13 +131,10 @@ class Experts(Protocol):
     """Computes this rank's experts. One for each layer, since it has the layer's weights."""
 
     name: str
-    format: ActivationFormat
     leaves: tuple[WeightAndReduce, ...]
     """What it may leave to the dispatcher; what it likes best comes first."""
     quantisation: Quantisation
     dtype: torch.dtype  # of the results
-    chunks: bool
-    """Whether rows may be computed some at a time."""
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
         """The weighting and summing that it leaves to the dispatcher, for so many rows."""
@@ -172,7 +149,7 @@ class Experts(Protocol):
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
         """Fill `out`, whose shape follows from `left`. A sum over experts has nothing of those that are NOWHERE; results of
-        single ones that are, and of batched rows that are not real, need not be written: nobody reads them."""
+        single ones that are need not be written: nobody reads them."""
 
 
 CHUNK = 16384
@@ -183,8 +160,6 @@ ALIGNED = 256  # bytes
 def refusal(dispatcher: Dispatcher, experts: Experts) -> str | None:
     """Why these two do not fit together; None: they do."""
     pair = f"dispatcher {dispatcher.name} and experts {experts.name} do not fit together"
-    if dispatcher.format is not experts.format:
-        return f"{pair}: it gives {dispatcher.format.value} activations, they take {experts.format.value} ones"
     if experts.quantisation not in dispatcher.quantisations:
         return f"{pair}: they want activations in {experts.quantisation.value}, which it does not send"
     if not _allowed(dispatcher, experts):
@@ -229,20 +204,19 @@ class FusedMoE:
     def left(self, given: Dispatched) -> WeightAndReduce:
         rows = given.x.shape[0]
         only_done = rows > self._chunk and WeightAndReduce.DONE in self.allowed  # parts of all chunks would lie apart
-        num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
+        num_topk = given.routing.experts.shape[1]
         return self.experts.left(rows, num_topk, (WeightAndReduce.DONE,) if only_done else self.allowed)
 
     def compute(self, given: Dispatched) -> Tensor:
-        assert given.format is self.experts.format
         left, rows, hidden = self.left(given), given.x.shape[0], given.x.shape[-1]
-        num_topk = 0 if given.routing is None else given.routing.experts.shape[1]
+        num_topk = given.routing.experts.shape[1]
         shape, dtype = tuple(given.x.shape), self.experts.dtype
         if left is WeightAndReduce.PARTS:
             shape, dtype = (num_topk, rows, hidden), torch.float32
-        elif given.format is ActivationFormat.CONTIGUOUS and left is not WeightAndReduce.DONE:
+        elif left is not WeightAndReduce.DONE:
             shape = (rows, num_topk, hidden)
         out = torch.empty(shape, dtype=dtype, device=given.x.device)
-        if not self.experts.chunks or rows <= self._chunk:
+        if rows <= self._chunk:
             self._apply(given, out, num_topk, left)
             return out
         for begin in range(0, rows, self._chunk):
@@ -256,10 +230,9 @@ class FusedMoE:
 
 
 def _rows(given: Dispatched, begin: int, end: int) -> Dispatched:
-    assert given.routing is not None
     scales = None if given.scales is None else given.scales[begin:end]
     routing = Routing(given.routing.experts[begin:end], given.routing.weights[begin:end])
-    return Dispatched(given.x[begin:end], scales, routing, None)
+    return Dispatched(given.x[begin:end], scales, routing)
 
 
 def workspaces(shapes: tuple[WorkspaceShape, ...], device: torch.device) -> tuple[Tensor, ...]:

@@ -1,8 +1,7 @@
-"""Which experts there are, and which a layer gets: the first of its format that this device, dtype and method of weights can have."""
+"""Which experts there are, and which a layer gets: the first that this device, dtype and method of weights can have."""
 
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
+from functools import cache
 from typing import NamedTuple
 
 import structlog
@@ -13,13 +12,12 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.protocol.layers import MoESpec
-from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe import fused_moe
 from meshlm.workers.moe.dispatch.collective import AllGather, AllToAll, Collective, Members
-from meshlm.workers.moe.dispatch.none import InBatches, NoDispatch
-from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
+from meshlm.workers.moe.dispatch.none import NoDispatch
+from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.partial_sum import Kind
 
 _log = structlog.get_logger()
@@ -27,7 +25,6 @@ ACTS = "silu", "gelu_pytorch_tanh"  # of gates, that kernels compute (experts/tr
 
 
 class ExpertsKind(NamedTuple):
-    format: fused_moe.ActivationFormat
     unsupported: Callable[[fused_moe.ExpertWeights], str | None]  # why it cannot compute these; None: it can
     make: Callable[[fused_moe.ExpertWeights], fused_moe.Experts]
 
@@ -101,30 +98,21 @@ def _packed(given: fused_moe.ExpertWeights) -> fused_moe.Experts:
     return PackedExperts(given, direct=may_be_direct(given))
 
 
-def _imported(module: str, name: str, given: fused_moe.ExpertWeights) -> fused_moe.Experts:
-    """Experts of a module that needs Triton, imported when they are wanted."""
-    found: fused_moe.Experts = getattr(import_module(f"meshlm.workers.moe.experts.{module}"), name)(given)
-    return found
+def _triton(given: fused_moe.ExpertWeights) -> fused_moe.Experts:
+    from meshlm.workers.moe.experts.triton import TritonExperts
+
+    return TritonExperts(given)
 
 
-_triton, _triton_batched = (partial(_imported, "triton", name) for name in ("TritonExperts", "TritonBatchedExperts"))
-_packed_batched = partial(_imported, "packed", "PackedBatchedExperts")
 EXPERTS: dict[str, ExpertsKind] = {
-    "triton": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _unsupported_by_triton, _triton),
-    "triton, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _unsupported_by_triton, _triton_batched),
-    "packed": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _unsupported_by_packed, _packed),
-    "packed, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _unsupported_by_packed, _packed_batched),
-    "reference": ExpertsKind(fused_moe.ActivationFormat.CONTIGUOUS, _anywhere, ReferenceExperts),
-    "reference, batched": ExpertsKind(fused_moe.ActivationFormat.BATCHED, _anywhere, ReferenceBatchedExperts),
+    "triton": ExpertsKind(_unsupported_by_triton, _triton),
+    "packed": ExpertsKind(_unsupported_by_packed, _packed),
+    "reference": ExpertsKind(_anywhere, ReferenceExperts),
 }
 """By name, the fastest first."""
 GROUP_DISPATCHERS: dict[str, Callable[[Members], fused_moe.Dispatcher]] = {
     "allgather_reducescatter": lambda members: Collective(members, AllGather()),
     "all_to_all": lambda members: Collective(members, AllToAll()),
-    "allgather_reducescatter, batched": lambda members: InBatches(
-        Collective(members, AllGather()), members.num_experts
-    ),
-    "all_to_all, batched": lambda members: InBatches(Collective(members, AllToAll()), members.num_experts),
 }
 """Between data-parallel ranks, by the name of their --all2all-backend."""
 
@@ -135,18 +123,16 @@ def _warn(name: str, reasons: str) -> None:
     _log.warning("experts are computed in plain torch, which waits for the GPU", experts=name, reason=reasons)
 
 
-def make_experts(format: fused_moe.ActivationFormat, weights: fused_moe.ExpertWeights) -> fused_moe.Experts:
-    """The fastest for activations of this format. ProcessFatal says why there are none."""
+def make_experts(weights: fused_moe.ExpertWeights) -> fused_moe.Experts:
+    """The fastest that can compute these weights; plain torch can all."""
     reasons: list[str] = []
     for name, kind in EXPERTS.items():
-        if kind.format is format:
-            why = kind.unsupported(weights)
-            if why is None:
-                if name.startswith("reference") and weights.gate_up.device.type == "cuda":
-                    _warn(name, "; ".join(reasons))
-                return kind.make(weights)
-            reasons.append(f"{name}: {why}")
-    raise ProcessFatal(f"no experts for {format.value} activations: {'; '.join(reasons) or 'there are none'}")
+        if (why := kind.unsupported(weights)) is None:
+            if name == "reference" and weights.gate_up.device.type == "cuda":
+                _warn(name, "; ".join(reasons))
+            return kind.make(weights)
+        reasons.append(f"{name}: {why}")
+    raise AssertionError("plain torch computes whatever there is")
 
 
 def group_dispatch(

@@ -81,8 +81,8 @@ def products() -> None:
     for epilogue in (PLAIN, without, Epilogue(alpha=GELU_ALPHA), Epilogue(empty(16, 512), 1.702, 7.0)):
         first = gate_up if epilogue.gated else empty(16, 256, 512)
         moe_few.few(rows, first, chosen, None, empty(32, 256), moe_few.Shape(32, 32, 4, 2), epilogue=epilogue)
-        inner = empty(16, 16, 256)
-        grouped_gemm.batched_gemm(empty(16, 16, 512), first, inner, tiles, ints(16), gate=True, epilogue=epilogue)
+        inner = empty(256, 256)
+        grouped_gemm.sorted_gemm(rows, first, inner, tiles, ints(16), ints(256), 4, 32, gate=True, epilogue=epilogue)
     formats = [
         Format(4, 128),
         Format(4, 32, "minima"),

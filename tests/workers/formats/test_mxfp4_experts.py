@@ -132,7 +132,6 @@ def test_reasons_to_decode(tmp_path: Path) -> None:
 def test_kernels_prove_themselves(bfloat16: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: as they are, with another limit, and where they raise."""
     monkeypatch.setattr(self_test, "ROWS", (3,))
-    monkeypatch.setattr(self_test, "BATCHED_ROWS", (2,))
     monkeypatch.setattr(self_test, "EXPERTS", 4)
     monkeypatch.setattr(self_test, "HIDDEN", 64)
     monkeypatch.setattr(self_test, "WIDE", 32)

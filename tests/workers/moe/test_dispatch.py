@@ -69,13 +69,8 @@ PAIRS = list(product(GROUP_DISPATCHERS, EXPERTS))
 def test_every_legal_pair(groups: list[ExpertGroup], dispatcher: str, experts: str) -> None:
     """Ranks with different numbers of tokens, without any, and with padding among them."""
     members = members_of(groups[0])
-    kind, way = EXPERTS[experts], GROUP_DISPATCHERS[dispatcher](members)
-    if kind.unsupported(weights(members.first, members.num_experts)) is not None:
+    if EXPERTS[experts].unsupported(weights(members.first, members.num_experts)) is not None:
         pytest.skip("not on this device")
-    if way.format is not kind.format:
-        with pytest.raises(ProcessFatal, match=rf"dispatcher {way.name} and experts .* do not fit"):
-            made(groups[0], dispatcher, experts)
-        return
     for first, others in ROWS:
         sizes = [first, *(others for _ in groups[1:])]
         slots = [torch.where(torch.arange(size) % 4 == 3, -1, torch.arange(size)) for size in sizes]
@@ -90,7 +85,7 @@ def test_every_legal_pair(groups: list[ExpertGroup], dispatcher: str, experts: s
 
 
 @pytest.mark.parametrize("left", WeightAndReduce)
-@pytest.mark.parametrize("dispatcher", [name for name in GROUP_DISPATCHERS if "batched" not in name])
+@pytest.mark.parametrize("dispatcher", GROUP_DISPATCHERS)
 def test_what_experts_leave_to_be_done(groups: list[ExpertGroup], dispatcher: str, left: WeightAndReduce) -> None:
     """The sums of parts that lie apart are no dispatcher's affair: such experts find no pair here, or leave something else."""
     x, routing = torch.randn(5, HIDDEN), routing_of(5)
@@ -126,7 +121,7 @@ class Rounding(ReferenceExperts):
         super().apply(given._replace(x=given.x.float() * given.scales), out, spaces, left)
 
 
-@pytest.mark.parametrize("dispatcher", [name for name in GROUP_DISPATCHERS if "batched" not in name])
+@pytest.mark.parametrize("dispatcher", GROUP_DISPATCHERS)
 def test_what_is_quantised_travels_with_its_scales(groups: list[ExpertGroup], dispatcher: str) -> None:
     given = [(torch.randn(5, HIDDEN), routing_of(5)) for _ in groups]
 
@@ -154,9 +149,8 @@ def test_before_they_have_met_a_rank_computes_as_much_as_with_others() -> None:
     group = ExpertGroup(1, 3, "0", torch.device("cpu"))
     for make in GROUP_DISPATCHERS.values():
         way = make(members_of(group))
-        if way.format is Counting.format:
-            FusedMoE(way, Counting(weights(2, 2))).forward(torch.randn(4, HIDDEN), routing_of(4))
-            assert way.most_tokens(4) == rows.pop() == 12
+        FusedMoE(way, Counting(weights(2, 2))).forward(torch.randn(4, HIDDEN), routing_of(4))
+        assert rows.pop() == 12
 
 
 def test_ranks_listen_on_this_host_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from meshlm.kernels.quantise_fp8.reference import quantise
 from meshlm.protocol.model import QuantizationScheme
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.shard import Shard
-from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
+from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts import triton
-from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
+from meshlm.workers.moe.experts.reference import ReferenceExperts
+from meshlm.workers.moe.experts.triton import TritonExperts
 from meshlm.workers.moe.fused_moe import ExpertWeights, FusedMoE, Routing, WeightAndReduce
 from meshlm.workers.moe.registry import unsupported_groups
 from meshlm.workers.partial_sum import Kind
@@ -139,9 +139,8 @@ def unsupported(scheme: QuantizationScheme, inputs: tuple[int, int]) -> str | No
     return unsupported_groups(scheme.block[1], None if scheme.activation == "none" else scheme.group, inputs)
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_round_as_the_scheme_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In plain torch, and in the kernels: one row, few and many."""
     if torch.cuda.is_available():
         pytest.skip("without the interpreter its kernels are on the GPU: tests/workers/cuda/test_moe.py")
@@ -150,14 +149,12 @@ def test_experts_round_as_the_scheme_says(name: str, batched: bool, monkeypatch:
     scheme = SCHEMES[name]
     assert unsupported(scheme, (HIDDEN, WIDE)) is None
     gate_up, down, gate_up_scale, down_scale = weights(scheme)
-    dispatcher = (
-        NoDispatchBatched(0, NUM, NUM) if batched else NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
-    )
+    dispatcher = NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
     given = ExpertWeights(
         fp8_experts(gate_up, gate_up_scale, scheme, torch.float32), fp8_experts(down, down_scale, scheme, torch.float32)
     )
-    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(given)
-    kernels = (TritonBatchedExperts if batched else TritonExperts)(given)
+    plain = ReferenceExperts(given)
+    kernels = TritonExperts(given)
     for rows in (1, 7, 70):
         x = torch.randn(rows, HIDDEN)
         routing = Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True)))

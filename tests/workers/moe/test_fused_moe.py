@@ -11,10 +11,9 @@ from torch import Tensor
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.packed_experts.layout import ExpertWeight, encode_mxfp4, unpack
 from meshlm.protocol.layers import MoESpec
-from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import KernelWeight, plain_experts
-from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
+from meshlm.workers.moe.dispatch.none import NoDispatch
 from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import (
     Dispatcher,
@@ -28,7 +27,7 @@ from meshlm.workers.moe.fused_moe import (
     refusal,
     workspaces,
 )
-from meshlm.workers.moe.registry import EXPERTS, _other_activation, make_experts, no_dispatch
+from meshlm.workers.moe.registry import EXPERTS, _other_activation, no_dispatch
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 NUM, HIDDEN, WIDE, TOPK = 6, 16, 24, 3
@@ -39,8 +38,7 @@ DISPATCHERS: dict[str, Callable[[int, int], Dispatcher]] = {
             num_experts=NUM, num_experts_per_tok=TOPK, moe_intermediate_size=WIDE, local_experts=(first, first + count)
         ),
         NUM // count,
-    ),
-    "none, batched": lambda first, count: NoDispatchBatched(first, count, NUM),
+    )
 }
 
 
@@ -133,10 +131,6 @@ def test_every_legal_pair(dispatcher: str, experts: str, ranks: Ranks, weight: s
         for first, count in ranks:
             kind, way = EXPERTS[experts], DISPATCHERS[dispatcher](first, count)
             made = kind.make(weights(first, count, weight))
-            if way.format is not kind.format:
-                with pytest.raises(ProcessFatal, match=rf"dispatcher {way.name} and experts {made.name} do not fit"):
-                    FusedMoE(way, made)
-                return
             found, beside = FusedMoE(way, made).forward(x, routing)
             assert beside is None
             total += found.value.sum(0) if found.kind is Kind.SPLIT_K else found.value
@@ -202,18 +196,12 @@ def test_shared_experts_run_while_tokens_travel() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
-    contiguous, batched = (
-        ReferenceExperts(weights()),
-        make_experts(DISPATCHERS["none, batched"](0, NUM).format, weights()),
-    )
-    assert "it gives batched activations, they take contiguous ones" in str(
-        refusal(NoDispatchBatched(0, NUM, NUM), contiguous)
-    )
-    batched.leaves = (WeightAndReduce.DONE,)
-    assert "they leave to be done: done, which it does not do" in str(refusal(NoDispatchBatched(0, NUM, NUM), batched))
-    contiguous.quantisation = Quantisation.FP8_TOKEN
+    experts = ReferenceExperts(weights())
+    experts.leaves = (WeightAndReduce.PARTS,)
+    assert "they leave to be done: parts, which it does not do" in str(refusal(NoDispatch(0, NUM, NUM), experts))
+    experts.quantisation = Quantisation.FP8_TOKEN
     plain = NoDispatch(0, NUM, NUM, quantisations=frozenset((Quantisation.NONE,)))
-    assert "fp8, a scale for each token, which it does not send" in str(refusal(plain, contiguous))
+    assert "fp8, a scale for each token, which it does not send" in str(refusal(plain, experts))
 
 
 def test_workspaces_are_parts_of_one_buffer() -> None:

@@ -1,4 +1,4 @@
-"""Experts whose weights and activations are 8-bit integers, in the kernels: few rows, sorted and batched ones, beside plain torch."""
+"""Experts whose weights and activations are 8-bit integers, in the kernels: few rows and sorted ones, beside plain torch."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from expert_weights import int8_experts
 from meshlm.kernels.moe_routing.reference import Rule, select_experts
 from meshlm.kernels.quantise_int8.reference import quantise
 from meshlm.protocol.model import QuantizationScheme
-from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
-from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
+from meshlm.workers.moe.dispatch.none import NoDispatch
+from meshlm.workers.moe.experts.reference import ReferenceExperts
+from meshlm.workers.moe.experts.triton import TritonExperts
 from meshlm.workers.moe.fused_moe import ExpertWeights, FusedMoE, Quantisation, Routing, WeightAndReduce
 from meshlm.workers.partial_sum import Kind
 
@@ -23,18 +23,17 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 @pytest.mark.filterwarnings(
     "ignore:invalid value", "ignore:overflow"
 )  # the interpreter's numpy, of rows that fill a tile
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("rows", [1, 7, 70])
-def test_kernels_round_as_the_definition_says(rows: int, batched: bool) -> None:
+def test_kernels_round_as_the_definition_says(rows: int) -> None:
     torch.manual_seed(0)
     weights = []
     for outputs, inputs in ((2 * WIDE, HIDDEN), (HIDDEN, WIDE)):
         codes, scales, _ = quantise(torch.randn(NUM * outputs, inputs, device=DEVICE) / inputs**0.5, True)
         weights.append(int8_experts(codes.view(NUM, outputs, inputs), scales.view(NUM, outputs, 1), SCHEME, DTYPE))
     given = ExpertWeights(weights[0], weights[1])
-    whole = NoDispatchBatched(0, NUM, NUM) if batched else NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
-    plain = (ReferenceBatchedExperts if batched else ReferenceExperts)(given)
-    kernels = (TritonBatchedExperts if batched else TritonExperts)(given)
+    whole = NoDispatch(0, NUM, NUM, finishes=frozenset(WeightAndReduce))
+    plain = ReferenceExperts(given)
+    kernels = TritonExperts(given)
     assert kernels.quantisation is Quantisation.INT8_TOKEN
     x = torch.randn(rows, HIDDEN, device=DEVICE).to(DTYPE)
     routing = Routing(*select_experts(torch.randn(rows, NUM, device=DEVICE), Rule(TOPK, renormalise=True)))

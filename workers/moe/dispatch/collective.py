@@ -29,7 +29,6 @@ from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.moe.dispatch.none import local_numbers, weighted_sum
 from meshlm.workers.moe.fused_moe import (
     NOWHERE,
-    ActivationFormat,
     Combined,
     Dispatched,
     Quantisation,
@@ -93,7 +92,6 @@ class Way(Protocol):
 
 
 class Collective:
-    format = ActivationFormat.CONTIGUOUS
     finishes = FINISHES
     quantisations = frozenset(Quantisation)
 
@@ -104,9 +102,6 @@ class Collective:
     def overlapped(self) -> bool:
         return self.members.group.pause is not None
 
-    def most_tokens(self, tokens: int) -> int:
-        return tokens * self.members.group.size
-
     def prepare_async(self, x: Tensor, routing: Routing, quantise: Quantise) -> Receiver:
         members = self.members
         values, scales = quantise(x)
@@ -116,7 +111,6 @@ class Collective:
         )
 
     def combine_async(self, out: Tensor, given: Dispatched, routing: Routing, left: WeightAndReduce) -> Combined:
-        assert given.routing is not None
         sums, group, num_tokens = weighted_sum(out, given.routing, left), self.members.group, len(routing.experts)
         received = group.start(lambda: self.way.give_back(group, sums))
         return lambda: PartialSum(self.way.added(group, received(), num_tokens), self.members.kind)
@@ -132,7 +126,7 @@ class AllGather:
             rows = group.all_gather(x)
             theirs = None if scales is None else group.all_gather(scales)
             of_rows = local_numbers(unpacked(group.all_gather(lines)), members.first, members.num_experts)
-            return Dispatched(rows, theirs, of_rows, None)
+            return Dispatched(rows, theirs, of_rows)
 
         return send
 
@@ -155,7 +149,7 @@ class AllToAll:
             rows = group.all_to_all(_for_each(x, goes))
             theirs = None if scales is None else group.all_to_all(_for_each(scales, goes))
             lines = group.all_to_all(torch.cat([packed(one) for one in of_each]))
-            return Dispatched(rows, theirs, unpacked(lines), None)
+            return Dispatched(rows, theirs, unpacked(lines))
 
         return send
 

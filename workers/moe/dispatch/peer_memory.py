@@ -23,7 +23,6 @@ COPIED = 512
 
 class PeerMemory:
     name = "peer_memory"
-    format = fused_moe.ActivationFormat.CONTIGUOUS
     finishes = FINISHES
     quantisations = frozenset((fused_moe.Quantisation.NONE,))
 
@@ -36,9 +35,6 @@ class PeerMemory:
     @property
     def overlapped(self) -> bool:
         return self._members.group.pause is not None
-
-    def most_tokens(self, tokens: int) -> int:
-        return tokens * self._members.group.size
 
     def _whole(self, num_rows: int) -> bool:
         return self.overlapped and num_rows >= self.copied
@@ -55,14 +51,13 @@ class PeerMemory:
             kernel.wait(kernel.ROWS, room)
             num_rows, k = group.size * n, routing.experts.shape[1]
             lines = room.lines.view(-1)[: num_rows * 2 * k].view(num_rows, 2 * k)
-            return fused_moe.Dispatched(room.inbox[:num_rows], None, unpacked(lines), None)
+            return fused_moe.Dispatched(room.inbox[:num_rows], None, unpacked(lines))
 
         return received
 
     def combine_async(
         self, out: Tensor, given: fused_moe.Dispatched, routing: fused_moe.Routing, left: fused_moe.WeightAndReduce
     ) -> fused_moe.Combined:
-        assert given.routing is not None
         group, room = self._members.group, self._rooms.of(given.x)
         sums, n, k = weighted_sum(out, given.routing, left), len(given.x) // group.size, routing.experts.shape[1]
         whole = self._whole(n)

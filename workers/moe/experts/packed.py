@@ -1,50 +1,35 @@
-"""Experts whose weights stay packed, for both formats, by kernels/packed_experts: few rows as they are, many by expert."""
+"""Experts whose weights stay packed, by kernels/packed_experts: few rows as they are, many by expert."""
 
 import torch
 from torch import Tensor
 
 from meshlm.kernels.grouped_gemm.plan import PARTS_ROWS, Layer
 from meshlm.kernels.moe_sum.kernel import sum_parts, weighted_sum
-from meshlm.kernels.packed_experts import kernel, layer
+from meshlm.kernels.packed_experts import layer
 from meshlm.kernels.packed_experts.kernel import Parts
 from meshlm.kernels.packed_experts.layout import ExpertWeight
-from meshlm.kernels.packed_experts.plan import Plan, batched_shapes, kind_of, plan_for, warm_rows
+from meshlm.kernels.packed_experts.plan import Plan, kind_of, plan_for, warm_rows
 from meshlm.workers.moe.experts.triton import epilogues
-from meshlm.workers.moe.fused_moe import (
-    ActivationFormat,
-    Dispatched,
-    ExpertWeights,
-    Quantisation,
-    WeightAndReduce,
-    WorkspaceShape,
-)
+from meshlm.workers.moe.fused_moe import Dispatched, ExpertWeights, Quantisation, WeightAndReduce, WorkspaceShape
 
 
-class _Packed:
+class PackedExperts:
+    name = "packed"
+    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
     quantisation = Quantisation.NONE
 
-    def __init__(self, given: ExpertWeights) -> None:
+    def __init__(self, given: ExpertWeights, *, direct: bool = False) -> None:
+        """direct: whether kernels/packed_experts/direct.py may compute with these weights, where it is faster."""
         gate_up, down = given.gate_up.kernel, given.down.kernel
         assert isinstance(gate_up, ExpertWeight) and isinstance(down, ExpertWeight)  # noqa: PT018
         self._gate_up, self._down, self.dtype = gate_up, down, given.down.dtype
         self._above, self._below = epilogues(given.extras, given.act)
         self._kind = kind_of(gate_up, down)
         self._num_experts, self._hidden, self._wide = given.down.shape
+        self._direct = direct
 
     def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
-
-
-class PackedExperts(_Packed):
-    name = "packed"
-    format = ActivationFormat.CONTIGUOUS
-    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
-    chunks = True
-
-    def __init__(self, given: ExpertWeights, *, direct: bool = False) -> None:
-        """direct: whether kernels/packed_experts/direct.py may compute with these weights, where it is faster."""
-        super().__init__(given)
-        self._direct = direct
 
     def _layer(self, num_topk: int) -> Layer:
         return Layer(self._num_experts, num_topk, self._hidden, self._wide)
@@ -72,7 +57,6 @@ class PackedExperts(_Packed):
         return (inner,) if left is WeightAndReduce.PARTS else (inner, results)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.routing is not None
         (experts, weights), inner = given.routing, workspaces[0]
         if not len(experts):
             return
@@ -86,28 +70,3 @@ class PackedExperts(_Packed):
         else:
             results = layer.down(plan, inner, self._down, to, order, workspaces[1], self._below, parts=False)
             weighted_sum(results, order.positions, weights, out)
-
-
-class PackedBatchedExperts(_Packed):
-    name = "packed, batched"
-    format = ActivationFormat.BATCHED
-    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
-    chunks = False
-
-    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
-        return WeightAndReduce.WEIGHTED_SUM
-
-    def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return {rows for rows in (1, 17, 65, 513) if rows <= most}
-
-    def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
-        return (WorkspaceShape((*x[:2], self._wide), self.dtype),)
-
-    def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.num_tokens is not None
-        if not out.numel():
-            return
-        (inner,), counts = workspaces, given.num_tokens
-        gate, down = batched_shapes(given.x.shape[1], self._kind)
-        kernel.batched_rows(given.x, self._gate_up, inner, gate, counts, gate=True, epilogue=self._above)
-        kernel.batched_rows(inner, self._down, out, down, counts, epilogue=self._below)

@@ -1,4 +1,4 @@
-"""Experts in plain torch, for both formats: what CPUs and GPUs without Triton compute, and what kernels are compared with.
+"""Experts in plain torch: what CPUs and GPUs without Triton compute, and what kernels are compared with.
 
 out = (act(x W_gate^T) * (x W_up^T)) W_down^T            one expert after the other, of those that have rows
 
@@ -9,22 +9,13 @@ import torch
 from torch import Tensor
 
 from meshlm.kernels.silu_mul.reference import ACTIVATIONS
-from meshlm.workers.moe.fused_moe import (
-    ActivationFormat,
-    Dispatched,
-    ExpertWeights,
-    Quantisation,
-    WeightAndReduce,
-    WorkspaceShape,
-)
+from meshlm.workers.moe.fused_moe import Dispatched, ExpertWeights, Quantisation, WeightAndReduce, WorkspaceShape
 
 
 class ReferenceExperts:
     name = "reference"
-    format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.DONE, WeightAndReduce.SUM, WeightAndReduce.WEIGHTED_SUM)
     quantisation = Quantisation.NONE
-    chunks = True
 
     def __init__(self, given: ExpertWeights) -> None:
         self._gate_up, self._down, act, self._extras, self._gated = given
@@ -59,7 +50,6 @@ class ReferenceExperts:
         return self._act(gate) * up
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.routing is not None
         experts, weights = given.routing
         weighted = left is not WeightAndReduce.WEIGHTED_SUM
         sums = torch.zeros(given.x.shape, dtype=torch.float32, device=out.device)
@@ -76,16 +66,3 @@ class ReferenceExperts:
                 out[rows, places] = found.to(out.dtype)
         if left is WeightAndReduce.DONE:
             out.copy_(sums)
-
-
-class ReferenceBatchedExperts(ReferenceExperts):
-    name = "reference, batched"
-    format = ActivationFormat.BATCHED
-    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
-    chunks = False
-
-    def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.num_tokens is not None
-        for number, count in enumerate(given.num_tokens.tolist()):
-            if count:
-                out[number, :count] = self.expert(number, given.x[number, :count])

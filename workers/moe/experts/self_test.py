@@ -1,5 +1,5 @@
 """Kernels of experts with biases, another activation than silu, no gate or packed weights are used where this very GPU shows, at each
-start, that they give what plain torch gives: one row, few and many, sorted and in batches, with rows that go nowhere.
+start, that they give what plain torch gives: one row, few and many, with rows that go nowhere.
 
 What is wrong, or cannot be compiled or launched, is said in words; weights are decoded then, or plain torch computes.
 """
@@ -20,14 +20,13 @@ from meshlm.kernels.self_test import Result, why_wrong
 from meshlm.workers.formats.expert_codes import packed_experts
 from meshlm.workers.formats.format import GroupedWeight, plain_experts
 from meshlm.workers.moe import fused_moe
-from meshlm.workers.moe.dispatch.none import NoDispatch, NoDispatchBatched
-from meshlm.workers.moe.experts.packed import PackedBatchedExperts, PackedExperts
-from meshlm.workers.moe.experts.reference import ReferenceBatchedExperts, ReferenceExperts
-from meshlm.workers.moe.experts.triton import TritonBatchedExperts, TritonExperts
+from meshlm.workers.moe.dispatch.none import NoDispatch
+from meshlm.workers.moe.experts.packed import PackedExperts
+from meshlm.workers.moe.experts.reference import ReferenceExperts
+from meshlm.workers.moe.experts.triton import TritonExperts
 
 EXPERTS, TOPK, HIDDEN, WIDE = 32, 4, 352, 224  # eleven groups of MXFP4, and seven
 ROWS = (1, 10, 40, 200, 600, 2000)  # that meet each height of a tile
-BATCHED_ROWS = (10, 60, 200, 600)
 DIRECT = {1: (0, 1, 4, 3, 1, 2, 2), 3: (0, 2, 2, 1, 2, 4, 1), 40: (16, 2, 2, 1, 0, 0, 0), 300: (32, 2, 4, 1, 2, 2, 1)}
 """Plans of kernels/packed_experts/direct.py that are tested, by rows."""
 NEAR = 0.05  # of a row's norm: rounding to 16 bits makes 0.01 of it
@@ -67,11 +66,10 @@ def _is_direct_right(device: torch.device, dtype: torch.dtype = torch.bfloat16, 
     return not reason
 
 
-def _reason(make: Callable[[], tuple[Pair, Pair]], dtype: torch.dtype, device: torch.device) -> str:
+def _reason(make: Callable[[], Pair], dtype: torch.dtype, device: torch.device) -> str:
     def errors() -> Iterator[float]:
-        contiguous, batched = make()
-        yield from (_error(contiguous, rows, dtype, device) for rows in ROWS)
-        yield from (_error(batched, rows, dtype, device) for rows in BATCHED_ROWS)
+        pair = make()
+        yield from (_error(pair, rows, dtype, device) for rows in ROWS)
 
     return _why_wrong(errors())
 
@@ -97,9 +95,7 @@ def _error(pair: Pair, rows: int, dtype: torch.dtype, device: torch.device) -> f
 
 def _sums(experts: fused_moe.Experts, x: Tensor, routing: fused_moe.Routing) -> Tensor:
     """float32 [m, hidden]."""
-    batched = NoDispatchBatched(0, EXPERTS, EXPERTS)
-    whole = NoDispatch(0, EXPERTS, EXPERTS, finishes=frozenset(fused_moe.WeightAndReduce))
-    dispatcher = whole if experts.format is whole.format else batched
+    dispatcher = NoDispatch(0, EXPERTS, EXPERTS, finishes=frozenset(fused_moe.WeightAndReduce))
     value = fused_moe.FusedMoE(dispatcher, experts).forward(x, routing)[0].value
     return (value.sum(0) if value.dim() == 3 else value).float()
 
@@ -133,15 +129,12 @@ def _packed(dtype: torch.dtype, device: torch.device, format: Format) -> fused_m
     return fused_moe.ExpertWeights(weight(2 * WIDE, HIDDEN), weight(HIDDEN, WIDE), extras=_extras(dtype, random))
 
 
-def _of_packed(dtype: torch.dtype, device: torch.device, format: Format) -> tuple[Pair, Pair]:
+def _of_packed(dtype: torch.dtype, device: torch.device, format: Format) -> Pair:
     given = _packed(dtype, device, format)
-    return (
-        (ReferenceExperts(given), PackedExperts(given)),
-        (ReferenceBatchedExperts(given), PackedBatchedExperts(given)),
-    )
+    return ReferenceExperts(given), PackedExperts(given)
 
 
-def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair, Pair]:
+def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> Pair:
     random = torch.Generator(device).manual_seed(1)
 
     def weight(outputs: int, inputs: int) -> GroupedWeight:
@@ -151,7 +144,4 @@ def _of_extras(dtype: torch.dtype, device: torch.device, act: str) -> tuple[Pair
     gated = act != fused_moe.UNGATED_ACT
     gate_up, down = weight((2 if gated else 1) * WIDE, HIDDEN), weight(HIDDEN, WIDE)
     weights = fused_moe.ExpertWeights(gate_up, down, act, _extras(dtype, random) if act == "silu" else None, gated)
-    return (
-        (ReferenceExperts(weights), TritonExperts(weights)),
-        (ReferenceBatchedExperts(weights), TritonBatchedExperts(weights)),
-    )
+    return ReferenceExperts(weights), TritonExperts(weights)

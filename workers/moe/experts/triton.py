@@ -1,4 +1,4 @@
-"""Experts by Triton's kernels, for both formats. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
+"""Experts by Triton's kernels. One row, few rows and many rows go different ways (kernels/grouped_gemm/plan.py).
 
 Weights of 8 bits are multiplied as they are: with activations of 8 bits too, or floats with activations that stay as they are.
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import Layer, Plan, batched_shapes, fp8_plan, leaves_parts, plan_for, warm_rows
+from meshlm.kernels.grouped_gemm.plan import Layer, Plan, fp8_plan, leaves_parts, plan_for, warm_rows
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
 from meshlm.kernels.moe_few import kernel as few
@@ -19,7 +19,6 @@ from meshlm.kernels.quantise_int8.kernel import quantise as quantise_int8
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.workers.formats.format import GroupedWeight
 from meshlm.workers.moe.fused_moe import (
-    ActivationFormat,
     Dispatched,
     ExpertExtras,
     ExpertWeights,
@@ -119,9 +118,7 @@ class _Weights:
 
 class TritonExperts:
     name = "triton"
-    format = ActivationFormat.CONTIGUOUS
     leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
-    chunks = True
 
     def __init__(self, given: ExpertWeights) -> None:
         self._weights = _Weights(given)
@@ -154,7 +151,6 @@ class TritonExperts:
         return inner, WorkspaceShape((num_topk, rows, weights.hidden), torch.float32)
 
     def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.routing is not None
         if not len(given.x):
             return
         _, gate, down = self._weights.plan(*given.routing.experts.shape)
@@ -172,7 +168,6 @@ class TritonExperts:
             self._many(given, workspaces, out, gate, down)
 
     def _few(self, given: Dispatched, inner: Tensor, parts: Tensor, gate: few.Shape, down: few.Shape) -> None:
-        assert given.routing is not None
         weights, (experts, scale) = self._weights, given.routing
         x, first, second = given.x, weights.gate_epilogue, weights.down_epilogue
         few.few(x, weights.gate_up, experts, None, inner, gate, given.scales, weights.gate_up_scale, first)
@@ -183,7 +178,6 @@ class TritonExperts:
         self, given: Dispatched, workspaces: tuple[Tensor, ...], out: Tensor, gate: many.Shape, down: many.Shape
     ) -> None:
         """Results are parts, or go into the second workspace and are summed up from there."""
-        assert given.routing is not None
         weights, (experts, scale) = self._weights, given.routing
         ids, positions, ends, owners = align(experts, weights.num_experts, gate.block_m)
         entries, num_topk, inner = experts.numel(), experts.shape[1], workspaces[0]
@@ -207,38 +201,3 @@ class TritonExperts:
             epilogue=weights.down_epilogue,
         )  # fmt: skip
         weighted_sum(results, positions, scale, out)
-
-
-class TritonBatchedExperts:
-    name = "triton, batched"
-    format = ActivationFormat.BATCHED
-    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.WEIGHTED_SUM,)
-    chunks = False
-
-    def __init__(self, given: ExpertWeights) -> None:
-        self._weights = _Weights(given)
-        self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
-
-    def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
-        return WeightAndReduce.WEIGHTED_SUM
-
-    def quantise(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self._weights.quantised(x)
-
-    def warm_rows(self, num_topk: int, most: int) -> set[int]:
-        return {rows for rows in (1, 33, 513) if rows <= most}
-
-    def workspaces(self, x: tuple[int, ...], num_topk: int, left: WeightAndReduce) -> tuple[WorkspaceShape, ...]:
-        return (WorkspaceShape((*x[:2], self._weights.wide), self.dtype),)
-
-    def apply(self, given: Dispatched, out: Tensor, workspaces: tuple[Tensor, ...], left: WeightAndReduce) -> None:
-        assert given.num_tokens is not None
-        weights, (inner,) = self._weights, workspaces
-        gate, down = batched_shapes(given.x.shape[1], weights.block_k)
-        gate = gate._replace(block_n=weights.columns(gate.block_n))
-        scales = (given.scales, weights.gate_up_scale)
-        first, second = weights.gate_epilogue, weights.down_epilogue
-        many.batched_gemm(given.x, weights.gate_up, inner, gate, given.num_tokens, scales, gate=True, epilogue=first)
-        codes, inner_scales = weights.quantised_inner(inner.flatten(0, 1))
-        scales = (inner_scales, weights.down_scale)
-        many.batched_gemm(codes.view(inner.shape), weights.down, out, down, given.num_tokens, scales, epilogue=second)
