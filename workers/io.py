@@ -30,11 +30,13 @@ from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
 from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong
+from meshlm.runtime.mesh import keys
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
 from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
+from meshlm.workers.distributed.tcp_exchange import TcpExchange
 from meshlm.workers.engine import Engine, Pending
 from meshlm.workers.engines import make_engine, page_moves, ready
 from meshlm.workers.extra_threads import ExtraThreads
@@ -349,7 +351,11 @@ class WorkerApp:
             self._mesh.fatal("the ranks that step together lost one another, and none of them is gone")
 
     def _make_exchange(self, group: StepGroup) -> StepExchange:
-        return SocketExchange(self._mesh.config.run.run_dir, group, self._mesh.identity.index)
+        config, member = self._mesh.config, self._mesh.identity.index
+        if not config.steps_over_nodes:
+            return SocketExchange(config.run.run_dir, group, member)
+        address = config.parallel.master_addr, config.parallel.step_ports[1]
+        return TcpExchange(address, group, member, keys.load(config.network.key_file), config.network)
 
     def _answer(self, engine: Engine, reset: Reset) -> None:
         self._counts = GraphCounts()  # the scheduler may be a new one

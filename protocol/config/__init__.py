@@ -68,6 +68,12 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         return self.resolved
 
     @property
+    def steps_over_nodes(self) -> bool:
+        """Whether ranks of other nodes step together with this node's."""
+        num_workers = self.parallel.data_parallel_size * self.parallel.workers_per_rank
+        return self.lockstep and self.node is not None and self.node.workers[1] < num_workers
+
+    @property
     def lockstep(self) -> bool:
         """Whether the data-parallel ranks step together, since they share experts. Those of dense models never do."""
         share_experts = self.experts.enable_expert_parallel and self.parallel.data_parallel_size > 1

@@ -32,7 +32,14 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     master_addr: Annotated[
         str, Meta(description="address of torch.distributed's store; default: the head's", extra=PER_NODE)
     ] = ""
-    master_port: Annotated[int, Meta(ge=1, le=65535, description="its port; rank R uses this + R")] = 29501
+    master_port: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65535,
+            description="its port; rank R uses this + R, and ranks of several nodes that share experts the next two",
+        ),
+    ] = 29501
 
     dp_routing: Annotated[
         Literal["cache-aware", "least-loaded", "round-robin"], Meta(description="which rank takes a request")
@@ -54,6 +61,13 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     @property
     def workers_per_rank(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def step_ports(self) -> tuple[int, int]:
+        """The ports at --master-addr where ranks of several nodes that step together meet, behind those of --master-port + R: of their
+        store, and of what they agree on."""
+        first = self.master_port + self.data_parallel_size
+        return first, first + 1
 
     def nodes_of(self, rank: int) -> range:
         """The nodes, of --nnodes, that have workers of dp rank `rank`: all workers are spread evenly."""

@@ -118,9 +118,17 @@ class Doorman:
         loop.add_reader(self._socket.FD, self._read)
         loop.call_soon(self._read)
 
+    def register(self, poller: zmq.Poller) -> None:
+        """Have a thread without a loop wait for questions too; it calls `answer_all` then."""
+        poller.register(self._socket, zmq.POLLIN)
+
     def _read(self) -> None:
+        if self._loop is not None:
+            self.answer_all()
+
+    def answer_all(self) -> None:
         """Answers all questions that are there; the FD is edge-triggered, and an answer swallows its edge."""
-        while self._loop is not None:
+        while True:
             try:
                 question = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

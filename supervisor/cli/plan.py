@@ -23,7 +23,7 @@ from meshlm.runtime.model_files.object_store import AnyPath, folder_of
 from meshlm.runtime.process.readable import readable
 from meshlm.supervisor.errors import StartError
 from meshlm.supervisor.processes.children import config_file, variables_of
-from meshlm.supervisor.settings import flags, placement
+from meshlm.supervisor.settings import addresses, flags, placement
 
 GIB = 1 << 30
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -159,7 +159,7 @@ def ports(config: MeshConfig) -> Iterator[tuple[str, str]]:
         yield "the head (--join)", network.join
     if network.mesh_port_range:
         yield "links between nodes", network.mesh_port_range
-    if parallel.nnodes > 1:
+    if addresses.meeting_ports(config):
         yield "torch.distributed", f"from --master-port {parallel.master_port}"
     if not network.listen and not network.join:
         yield "between processes", "none: sockets in the run directory"

@@ -48,8 +48,8 @@ def _with_master(config: MeshConfig) -> ParallelConfig:
     """Sets the address where groups that span nodes meet; StartError when the head cannot listen there."""
     network, parallel = config.network, config.parallel
     parallel = replace(parallel, master_addr=master_address(network, parallel))
-    for rank in ranks_over_nodes(parallel) if not network.join else ():
-        _claim("--master-addr, --master-port", parallel.master_addr, parallel.master_port + rank)
+    for port in meeting_ports(config) if not network.join else ():
+        _claim("--master-addr, --master-port", parallel.master_addr, port)
     return parallel
 
 
@@ -95,6 +95,20 @@ def _claim(flag: str, address: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         with raised_as(StartError, OSError, of=f"{flag}: {address}, port {port}"):
             probe.bind((address, port))
+
+
+def meeting_ports(config: MeshConfig) -> list[int]:
+    """The ports at --master-addr where workers of several nodes meet. Of a settled configuration."""
+    parallel = config.parallel
+    of_ranks = [parallel.master_port + rank for rank in ranks_over_nodes(parallel)]
+    return [*of_ranks, *(parallel.step_ports if steps_over_nodes(config) else ())]
+
+
+def steps_over_nodes(config: MeshConfig) -> bool:
+    """Whether ranks of several nodes step together. Of a settled configuration."""
+    _, workers = local_ranks(config)
+    num_workers = config.parallel.data_parallel_size * config.parallel.workers_per_rank
+    return config.lockstep and 0 < len(workers) < num_workers
 
 
 def ranks_over_nodes(parallel: ParallelConfig) -> list[int]:

@@ -191,7 +191,8 @@ def experts(c: MeshConfig, f: Facts) -> Rules:
         return
     backend, why = "--all2all-backend peer_memory", "it needs GPUs; use allgather_reducescatter or all_to_all"
     yield e.all2all_backend == "peer_memory" and f.device == "cpu", backend, why
-    yield placement.has_others(c), EP, "data-parallel ranks that share experts must be on one node"
+    why = "it writes into the memory of GPUs of one host; use allgather_reducescatter or all_to_all"
+    yield e.all2all_backend == "peer_memory" and placement.has_others(c), backend, why
     why = "with --data-parallel-size above 1 there is no pipeline; leave out -pp"
     yield p.pipeline_parallel_size > 1, EP, why
 
@@ -233,8 +234,7 @@ def steps(c: MeshConfig, f: Facts) -> Rules:
     yield sharded, "--load-format sharded_state", f"leave out {EP} and --enable-eplb"
     flag, fake = "--fake-lockstep", c.worker.fake_lockstep
     yield fake and f.device != "fake", flag, "it needs --device fake"
-    spread = fake and (placement.has_others(c) or c.parallel.pipeline_parallel_size > 1)
-    yield spread, flag, "it needs one node, and no pipeline"
+    yield fake and c.parallel.pipeline_parallel_size > 1, flag, "it needs no pipeline"
 
 
 def caches(c: MeshConfig, f: Facts) -> Rules:

@@ -40,6 +40,7 @@ def _nodes(given: MeshConfig, *, python: bool) -> Rules:
     ranks, workers = local_ranks(c)
     if p.nnodes > 1:
         yield from _groups(p)
+    yield from _meeting(c)
     apart = network.headless != bool(network.join)
     yield apart, "--headless and --join tcp://HOST:PORT belong together", ""
     for flag, value in (("--listen", network.listen), ("--join", network.join)):
@@ -84,11 +85,21 @@ def _groups(p: ParallelConfig) -> Rules:
         nodes = p.nodes_of(found)
         why = f"the group of rank {found} would span nodes {nodes[0]} to {nodes[-1]}, but one that spans nodes must begin on node 0, "
         yield True, f"--nnodes {p.nnodes}", f"{why}where --master-addr is; with these sizes --nnodes may be {fit}"
-    why = "give the address of the head's private interface"
-    yield p.master_addr in ANYWHERE, f"--master-addr {p.master_addr}", why
-    last = p.master_port + max(addresses.ranks_over_nodes(p), default=0)
-    why = f"rank R uses this + R, which makes {last}; at most 65535"
+
+
+def _meeting(c: MeshConfig) -> Rules:
+    """Workers of several nodes that meet at --master-addr, which is the head's: so the first rank is there."""
+    p, ports = c.parallel, addresses.meeting_ports(c)
+    anywhere = bool(ports) and p.master_addr in ANYWHERE
+    yield anywhere, f"--master-addr {p.master_addr}", "give the address of the head's private interface"
+    last = max(ports, default=0)
+    why = f"workers of several nodes meet at this and the next ports, which makes {last}; at most 65535"
     yield last > 65535, f"--master-port {p.master_port}", why
+    if not addresses.steps_over_nodes(c):
+        return
+    why = "rank 0 of ranks that step together is on the head, where --master-addr is"
+    ranks, _ = local_ranks(c)
+    yield c.network.headless and 0 in ranks, "--data-parallel-start-rank 0", why
 
 
 def _misplaced(parallel: ParallelConfig) -> int | None:
@@ -119,8 +130,7 @@ def _http_port(c: MeshConfig) -> Rules:
     if network.mesh_port_range:
         first, last = tcp.parse_range(network.mesh_port_range)
         taken.append((f"--mesh-port-range {network.mesh_port_range}", address, range(first, last + 1)))
-    if ranks := addresses.ranks_over_nodes(p):
-        meeting = [p.master_port + rank for rank in ranks]
+    if meeting := addresses.meeting_ports(c):
         taken.append((f"--master-port {p.master_port}", addresses.master_address(network, p), meeting))
     for flag, where, ports in taken:
         is_taken = server.port in ports and server.address in (*ANYWHERE, where)

@@ -10,6 +10,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.server import STORE_OFF
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.settings import flags
+from meshlm.supervisor.settings.placement import has_others
 
 BUILT_IN = ("cpu", "cuda", "fake")  # plug-ins of devices may use any setting
 
@@ -65,7 +66,11 @@ RULES = (
     ),
     Rule(("dbo_decode_token_threshold",), lambda c, _: c.experts.enable_dbo, "--enable-dbo"),
     Rule(("dbo_prefill_token_threshold",), lambda c, _: c.experts.enable_dbo, "--enable-dbo"),
-    Rule(("master_addr", "master_port"), lambda config, _: config.parallel.nnodes > 1, "--nnodes 2 or more"),
+    Rule(
+        ("master_addr", "master_port"),
+        lambda config, _: config.parallel.nnodes > 1 or (config.lockstep and has_others(config)),
+        "--nnodes 2 or more, and ranks of several nodes that share experts",
+    ),
     Rule(("mesh_port_range", "advertise_host", "key_file", "peer_timeout"), _has_nodes, "--listen and --join"),
     Rule(
         ("responses_store_count", "responses_store_bytes"),

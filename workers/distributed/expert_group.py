@@ -9,6 +9,7 @@ on which they have agreed. While it is not connected (dummy steps at the start) 
 """
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.wire.ids import Epoch
 from meshlm.workers.distributed.communicator import set_environment
 from meshlm.workers.distributed.lockstep import StepAborted
+from meshlm.workers.distributed.membership import POLL_S, MeetingSpot
 
 if TYPE_CHECKING:
     from meshlm.workers.distributed.peer_rooms import PeerRooms
@@ -33,7 +35,11 @@ TIMEOUT = timedelta(minutes=10)  # of one collective; a member that is gone is n
 class ExpertGroup:
     """`rank` of `size` members; `name` tells apart groups of one epoch."""
 
-    def __init__(self, rank: int, size: int, name: str, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, device: torch.device, spot: "MeetingSpot | None" = None
+    ) -> None:
+        """spot: where members on several hosts meet; None: all are on this one."""
+        self._spot = spot
         self.rank, self.size, self.device = rank, size, device
         self.num_tokens = 0  # of the step: as many as the member with the most has
         self._name = name
@@ -58,8 +64,8 @@ class ExpertGroup:
         self.num_tokens = 0
         if self.size == 1:
             return
-        set_environment(None)
-        store = FileStore(f"{folder}/experts-{epoch}-{self._name}.store", self.size)
+        set_environment(None if self._spot is None else self._spot.interface)
+        store = self._store(folder, f"experts-{epoch}-{self._name}")
         store.set_timeout(MEET)
         self._say(lambda: self._make(store))
         if self.rooms is not None:
@@ -67,6 +73,17 @@ class ExpertGroup:
             self._say(lambda: rooms.meet(name, PrefixStore("rooms", store), self._group))
             self._meet()
             rooms.self_test()
+
+    def _store(self, folder: str, name: str) -> Any:
+        """The members' own store of an epoch. StepAborted."""
+        if self._spot is None:
+            return FileStore(f"{folder}/{name}.store", self.size)
+        until = time.monotonic() + MEET.total_seconds()
+        while (store := self._spot.open()) is None:
+            if time.monotonic() > until:
+                raise StepAborted("the ranks that share experts have not met: their store is not there")
+            time.sleep(POLL_S)
+        return PrefixStore(name, store)
 
     def _make(self, store: Any) -> None:
         if self.device.type == "cpu":

@@ -101,7 +101,7 @@ class Meeting:
         if self._keeper != incarnations[0]:
             self.forget()
         if self._store is None:
-            self._store = _listen(*self._address) if self.rank == 0 else _connect(*self._address)
+            self._store = listen(*self._address) if self.rank == 0 else reach(*self._address)
             self._keeper = incarnations[0]
         return PrefixStore(name, self._store) if self._store is not None else None
 
@@ -111,7 +111,24 @@ class Meeting:
             self._store = None
 
 
-def _listen(host: str, port: int) -> "Store":
+class MeetingSpot:
+    """A store at an address where workers of several hosts meet, by the interface with this name. The one that keeps it does so as long
+    as it lives; the others connect anew each time, to whoever keeps it then."""
+
+    def __init__(self, address: tuple[str, int], interface: str, *, keeps: bool) -> None:
+        self.interface, self._address, self._keeps = interface, address, keeps
+        self._kept: Store | None = None
+
+    def open(self) -> "Store | None":
+        """None while nobody keeps it. ProcessFatal."""
+        if not self._keeps:
+            return reach(*self._address)
+        if self._kept is None:
+            self._kept = listen(*self._address)
+        return self._kept
+
+
+def listen(host: str, port: int) -> "Store":
     """A store that is reached at this address alone: left to itself, torch would listen on all. ProcessFatal when it is taken."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -129,7 +146,7 @@ def _listen(host: str, port: int) -> "Store":
     return store
 
 
-def _connect(host: str, port: int) -> "Store | None":
+def reach(host: str, port: int) -> "Store | None":
     """The store that rank 0 keeps; None while there is none."""
     from torch._C._distributed_c10d import TCPStore
 

@@ -4,9 +4,9 @@ import torch
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Epoch
-from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
+from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator, set_environment
 from meshlm.workers.distributed.expert_group import ExpertGroup
-from meshlm.workers.distributed.membership import Meeting, Membership, meet
+from meshlm.workers.distributed.membership import Meeting, MeetingSpot, Membership, meet
 from meshlm.workers.distributed.shard import WHOLE, Shard
 
 
@@ -23,8 +23,10 @@ class WorkerPlacement:
         *,
         custom_all_reduce: bool = True,
         data_parallel: tuple[int, int] = (0, 1),
+        spot: MeetingSpot | None = None,
     ) -> None:
-        """data_parallel: its rank, and how many there are."""
+        """data_parallel: its rank, and how many there are. spot: where ranks on several hosts meet that share experts."""
+        self._spot = spot
         self._data_parallel = data_parallel
         self.shard, self._number, self._membership, self._meeting = shard, number, membership, meeting
         self._interface = interface  # by which the other hosts of its group are reached; None: all of it is here
@@ -39,12 +41,16 @@ class WorkerPlacement:
         number = worker - (node.workers[0] if node else 0)
         rank = worker // parallel.workers_per_rank
         peers, ranks = not parallel.disable_custom_all_reduce, (rank, parallel.data_parallel_size)
+        spot = None
+        if node is not None and config.steps_over_nodes:
+            address = parallel.master_addr, parallel.step_ports[0]
+            spot = MeetingSpot(address, node.interface, keeps=worker == 0)
         if node is None or len(parallel.nodes_of(rank)) == 1:
             meeting = Meeting(shard.rank, config.run.run_dir)
-            return cls(shard, number, membership, meeting, custom_all_reduce=peers, data_parallel=ranks)
+            return cls(shard, number, membership, meeting, custom_all_reduce=peers, data_parallel=ranks, spot=spot)
         meeting = Meeting(shard.rank, config.run.run_dir, (parallel.master_addr, parallel.master_port + rank))
         return cls(
-            shard, number, membership, meeting, node.interface, custom_all_reduce=peers, data_parallel=ranks
+            shard, number, membership, meeting, node.interface, custom_all_reduce=peers, data_parallel=ranks, spot=spot
         )  # fmt: skip
 
     def take_gpu(self) -> torch.device:
@@ -55,7 +61,7 @@ class WorkerPlacement:
 
     def experts(self, device: torch.device) -> ExpertGroup:
         """The workers with which this one shares experts across data-parallel ranks; they meet later (LockstepEngine.join)."""
-        return ExpertGroup(*self._data_parallel, str(self.shard.tp_rank), device)
+        return ExpertGroup(*self._data_parallel, str(self.shard.tp_rank), device, self._spot)
 
     def stage(self, device: torch.device) -> ExpertGroup:
         """The tensor-parallel ranks, whose experts move between them. After `connect`; collective. StepAborted."""
@@ -72,6 +78,8 @@ class WorkerPlacement:
         from meshlm.workers.distributed.communicator import connect
 
         assert self._membership is not None and self._meeting is not None  # noqa: PT018
+        if self._spot is not None:  # what is set first stays
+            set_environment(self._spot.interface)
         store = meet(self._membership, self._meeting)
         widest, peers = (tokens, hidden), self._custom_all_reduce
         return connect(store, self.shard, device, dtype, widest, self._interface, custom_all_reduce=peers)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from meshlm.protocol.config import MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, NetworkConfig, ParallelConfig, ServerConfig
 from meshlm.protocol.edges.control import NodeJoin, NodeRefused, NodeReport, NodeWelcome, ProcessReport, StandbyReport
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.supervisor.cli import main, serve
@@ -124,6 +124,46 @@ def test_flags_that_do_not_fit(network: dict[str, object], parallel: dict[str, o
     with pytest.raises(UsageError) as refused:
         node_rules.check_nodes(config(network, **parallel))
     assert text in str(refused.value)
+
+
+STEPS = {"enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("headless", "parallel", "text"),
+    [
+        (False, {"data_parallel_size_local": 1}, ""),
+        (False, {"data_parallel_size_local": 0}, ""),
+        (True, {"data_parallel_start_rank": 1}, ""),
+        (True, {}, ""),
+        (
+            True,
+            {"data_parallel_size_local": 1},
+            "--data-parallel-start-rank 0: rank 0 of ranks that step together is on the head",
+        ),
+        (
+            False,
+            {"data_parallel_size_local": 1, "master_port": 65533},
+            "--master-port 65533: workers of .* makes 65536",
+        ),
+        (False, {"data_parallel_size_local": 1, "master_addr": "0.0.0.0"}, "--master-addr 0.0.0.0: give the address"),
+        (False, {"data_parallel_size_local": 1, "master_port": 7998}, "--master-port 7998: --port 8001, where HTTP"),
+    ],
+)
+def test_ranks_of_several_nodes_that_step_together_meet_on_the_head(
+    headless: bool, parallel: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    key_file = str(tmp_path / "key")
+    assert main.run(["keys", key_file]) == 0
+    network = {**(JOIN if headless else LISTEN), "headless": headless, "key_file": key_file}
+    made = config(network, data_parallel_size=2, **parallel)
+    server = ServerConfig(port=8001)
+    made = msgspec.structs.replace(made, server=server, experts=msgspec.convert(STEPS, ExpertConfig))
+    if not text:
+        node_rules.check_nodes(made)
+        return
+    with pytest.raises(UsageError, match=text):
+        node_rules.check_nodes(made)
 
 
 @pytest.mark.parametrize(
