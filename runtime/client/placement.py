@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.edges import text as edge
+from meshlm.protocol.edges.text import PIECE_ENTRIES
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Role
 from meshlm.runtime.process.deaths import Death
@@ -201,7 +202,7 @@ class Placement:
         """Finds detokenizers for choices that have none, each alone, for as many as one turn of the loop may have: the choices, and
         what is to be sent."""
         placed, sends, num_entries = list[Choice](), list[Send](), 0
-        while self.places_more and num_entries < edge.PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
+        while self.places_more and num_entries < PIECE_ENTRIES and len(sends) < PLACED_AT_ONCE:
             choice = self._queue[0]
             target = (self._told_to or self.target(choice.submit)) if choice in self.orphans else None
             if target is not None and self._num_told < len(choice.logprobs):

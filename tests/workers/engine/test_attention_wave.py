@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 import torch
 from tiny_models import spec_of
 
+from meshlm.kernels.attention import tiles
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.engine import triton_kit
 from meshlm.workers.engine.kit import TorchKit
@@ -20,7 +21,7 @@ LLAMA: dict[str, Any] = {"num_attention_heads": 32, "num_key_value_heads": 8, "h
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(triton_kit, "hopper_from", lambda dim: 32e6 if dim == 128 else math.inf)
+    monkeypatch.setattr(tiles, "hopper_from", lambda dim: 32e6 if dim == 128 else math.inf)
 
 
 def wave(spec: ModelSpec, cache: torch.dtype = torch.bfloat16) -> int:

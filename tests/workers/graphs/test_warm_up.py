@@ -270,7 +270,7 @@ def test_which_decodes_have_other_tiles_where_contexts_are_short(
         return 1, 16 if programs <= 4 and longest <= SHORT_CONTEXT else 32, 2, 2
 
     case = Case(monkeypatch, 48, (8, 2))
-    monkeypatch.setattr(triton_kit, "decode_tiles", some)
+    monkeypatch.setattr(tiles, "decode_tiles", some)
     rows = SimpleNamespace(block_tables=torch.zeros(1, 1, context // BLOCK), block_size=BLOCK)
     engine: Any = SimpleNamespace(spec=case.spec, rows=rows, device=CPU)
     found = triton_kit._short_decodes(engine, case.keys)
