@@ -6,11 +6,15 @@ Serving Large Language Models Using Goodput"). A time that is not known is taken
 tried again now and then, for a bounded share of the time: rows without drafts, and numbers of drafts whose time was measured long ago.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
+from meshlm.protocol.edges.step import StepResult
+from meshlm.runtime.process.counts import Counts
 from meshlm.scheduler_proc.acceptance import F64, I64, Acceptance
+from meshlm.scheduler_proc.drafts import GONE
 from meshlm.scheduler_proc.step_times import Curve, StepTimes, drafts_at, place_of
 
 WORTH = 1.01  # drafts are made for so many times the tokens a second of none
@@ -31,6 +35,26 @@ class DraftBudget:
     def begin(self, row: int) -> None:
         self.acceptance.begin(row)
         self._idle[row] = 0
+
+    def verified(self, rows: Sequence[int], allowed: "array[int]", result: StepResult, told: Counts) -> None:
+        """A step is over. Of each request that sampled: its row, -1 where it has none, GONE where it has ended; drafts that it was
+        allowed. told: where drafts are counted."""
+        of_rows, most = np.array(rows), np.frombuffer(allowed, np.int32)
+        numbers = np.frombuffer(result.drafted, np.int32) if result.drafted else most
+        given = np.frombuffer(result.counts, np.int32) if result.counts else np.ones(len(rows), np.int32)
+        accepted = np.maximum(given - 1, 0)
+        of_counted = accepted[(of_rows > GONE) & (numbers > 0)]
+        by_number = np.bincount(of_counted, minlength=self.max_drafts + 1)
+        told.add("spec_decode_num_drafts", amount=len(of_counted))
+        told.add("spec_decode_num_draft_tokens", amount=int(numbers[of_rows > GONE].sum()))
+        reached = by_number[::-1].cumsum()[::-1][1:].tolist()  # at least 1, 2, ... accepted
+        told.add("spec_decode_num_accepted_tokens", amount=sum(reached))
+        for position, number in enumerate(reached):
+            if number:
+                told.add("spec_decode_num_accepted_tokens_per_pos", str(position), number)
+        learned = (of_rows >= 0) & (most > 0) & (given > 0)
+        if learned.any():
+            self.acceptance.observe(of_rows[learned], most[learned], accepted[learned])
 
     def choose(self, rows: Sequence[int], most: Sequence[int], left: int, token_s: float = 0.0) -> list[int]:
         """Drafts of each of these rows, of which each may have so many at most, and all together `left`. token_s: what a token adds at

@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.plan import PlanBuilder
+from meshlm.scheduler_proc.request import Request
 
 if TYPE_CHECKING:
     from meshlm.scheduler_proc.draft_budget import DraftBudget
+
+
+GONE = -2  # in the place of a row: its request has ended
 
 
 def make_budget(max_rows: int, max_drafts: int) -> "DraftBudget | None":
@@ -39,22 +43,29 @@ def plan_drafts(
         for request, start in zip(builder.decodes, builder.decode_starts, strict=True)
     ]
     counts = budget.choose(rows, most, most_tokens - builder.num_tokens, token_s)
-    for place, count in enumerate(counts):
+    for place, (request, start, count) in enumerate(zip(builder.decodes, builder.decode_starts, counts, strict=True)):
         if not count:
             continue
-        request = builder.decodes[place]
-        start = builder.decode_starts[place]
-        needed = min(start + 1 + count, start + lines)  # the last one that may be sampled is not computed
-        if needed > request.capacity:
-            needed = min(needed, kv.drafts_end(request))
-            if (blocks := kv.grow(request, needed)) is not None:
-                builder.grow(request.row, blocks)
-            else:
-                needed = request.capacity
-        counts[place] = count = max(0, needed - start - 1)
-        lines -= 1 + count if count else 0
+        if count >= lines or start + 1 + count > request.capacity:
+            counts[place] = count = _fitted(builder, kv, request, start, min(count, lines - 1))
+            if not count:
+                continue
+        lines -= 1 + count
         request.num_computed += count
         request.num_output_placeholders += count
     if num_drafts := sum(counts):
         builder.num_tokens += num_drafts
         builder.num_drafts = array("i", counts)
+
+
+def _fitted(builder: PlanBuilder, kv: KVCache, request: Request, start: int, count: int) -> int:
+    """So many of the `count` drafts behind the token at `start` as have blocks, or get some. The last token that may be sampled is not
+    computed."""
+    needed = start + 1 + max(0, count)
+    if needed > request.capacity:
+        needed = min(needed, kv.drafts_end(request))
+        if (blocks := kv.grow(request, needed)) is None:
+            needed = request.capacity
+        else:
+            builder.grow(request.row, blocks)
+    return max(0, needed - start - 1)

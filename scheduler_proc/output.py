@@ -58,14 +58,12 @@ class Outbox:
         ago_us = tuple((self.now_ns - at_ns) // 1000 for at_ns in request.preempted_ns)
         self.ended.append(Ended(row, reason, stop_token_id, preempted_us=ago_us, kv_transfer=request.kv_transfer))
 
-    def next_logprobs(self, columns: LogprobColumns) -> None:
-        """Adds the log-probabilities of the token of the row that comes next."""
-        self.logprobs[len(self.handles)] = columns
-        self.num_detail_bytes += _num_bytes(columns)
-
-    def next_drafts(self, drafts: bytes) -> None:
-        """Adds how many tokens were drafted for the request of the row that comes next, and accepted."""
-        self.drafts[len(self.handles)] = drafts
+    def rows(self, handles: Sequence[Handle], starts: Sequence[int], tokens: Sequence[int]) -> int:
+        """A row for each token of a request; the last one's place in the batch."""
+        self.handles.extend(handles)
+        self.starts.extend(starts)
+        self.tokens.extend(tokens)
+        return len(self.handles) - 1
 
     def message(self, timings_ns: tuple[int, ...]) -> TokenDeltas:
         return TokenDeltas(
@@ -94,6 +92,25 @@ class Output:
         if box is None:
             box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
         return box
+
+    def open_box(self, detokenizer: Identity) -> Outbox:
+        """The one that takes further rows; another one, where there are many details already."""
+        self.seal(detokenizer)
+        return self.outbox_of(detokenizer)
+
+    def add_details(
+        self, request: Request, start: int, tokens: Sequence[int], columns: LogprobColumns
+    ) -> tuple[Outbox, int]:
+        """A row for each token of a request, with its log-probabilities; the last one's box and its place there. columns: of all of
+        them, or of more. The first row is in the box that is open."""
+        box, row = self.outbox_of(request.detokenizer), -1
+        for nth, token in enumerate(tokens):
+            if nth:
+                box = self.open_box(request.detokenizer)
+            row = box.token(request.handle, start + nth, token)
+            one = box.logprobs[row] = position_columns(columns, nth)
+            box.num_detail_bytes += _num_bytes(one)
+        return box, row
 
     def seal(self, detokenizer: Identity, *, alone: bool = False) -> None:
         """Before a row with details: where there are many already, or it is to be `alone`, it and what comes after it make another

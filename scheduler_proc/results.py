@@ -3,17 +3,51 @@
 Pure; owned by core.py, which knows which step in flight a result belongs to. It plans nothing.
 """
 
-from itertools import repeat
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from meshlm.protocol.edges.admit import Started
 from meshlm.protocol.edges.step import StepResult
+from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.wire.columns import ints
 from meshlm.protocol.wire.ids import FinishReason, Identity
-from meshlm.scheduler_proc.output import Output, position_columns
+from meshlm.scheduler_proc.drafts import GONE
+from meshlm.scheduler_proc.output import Output
 from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.request_table import RequestTable
+from meshlm.scheduler_proc.sizes import MAX_STEP_BYTES
 from meshlm.scheduler_proc.states import RequestState
+
+
+class Sampled(NamedTuple):
+    """What requests got of a step. Columns of those that sample, and their tokens one behind the other."""
+
+    requests: list[Request]
+    places: Sequence[int]  # in the batch
+    counts: list[int]  # tokens
+    allowed: Sequence[int]  # drafts, at most
+    tokens: list[int]
+    logprobs: dict[int, LogprobColumns]  # by place, of all its tokens
+
+
+def _up_to_its_end(request: Request, given: list[int]) -> list[int]:
+    """Of these tokens, one at least, those up to the first with which the request ends."""
+    room = request.max_len - len(request.tokens)
+    if room < len(given):
+        given = given[: max(1, room)]
+    if not request.stop_ids.isdisjoint(given):
+        given = given[: 1 + next(nth for nth, token in enumerate(given) if token in request.stop_ids)]
+    if request.repetition is not None:
+        before = len(request.tokens)
+        for nth, token in enumerate(given):
+            request.tokens.append(token)
+            if _repeats(request):
+                given = given[: nth + 1]
+                break
+        del request.tokens[before:]
+    return given
 
 
 def _repeats(request: Request) -> bool:
@@ -39,47 +73,69 @@ class Results:
         self._learn(record, result)
         self._num_given = 0
         self._table.load.prompt_tokens += record.num_tokens - record.num_decode_tokens
-        tokens = ints(result.token_ids)
-        if (
-            record.samples
-            or record.num_drafts
-            or result.counts
-            or result.logprobs
-            or result.prompt_logprobs
-            or result.failed
-        ):
-            self._tokens_with_details(record, result, tokens, output)
-        else:
-            self._tokens(record.batch, tokens, output)
+        if result.failed or result.prompt_logprobs or result.pooled:
+            self._take_details(record, result, output)
+        batch, allowed = record.batch, record.num_drafts
+        places: Sequence[int] = range(len(batch))
+        if record.samples:
+            places = [place for place in places if record.samples[place]]
+            batch = [batch[place] for place in places]
+            allowed = array("i", [allowed[place] for place in places] if allowed else ())
+        counts = ints(result.counts) if result.counts else [1] * len(batch)
+        if allowed:
+            self._verified(batch, allowed, result, counts)
+        sampled = Sampled(batch, places, counts, allowed or [0] * len(batch), ints(result.token_ids), result.logprobs)
+        self._give(sampled, output)
 
-    def _tokens(self, batch: list[Request], tokens: list[int], output: Output) -> None:
-        """One token for each entry of the batch, where a request may stand several times. The hot loop of a result: everything
-        rare is in a branch."""
+    def _give(self, sampled: Sampled, output: Output) -> None:
+        """Requests get their tokens; one may stand there several times. The hot loop of a result: everything rare is in a branch."""
         batching, load, drop = self._table.batching, self._table.load, self._table.drop
-        block_size = batching.block_size
+        block_size, logprobs, tokens = batching.block_size, sampled.logprobs, sampled.tokens
         detokenizer: Identity | None = None
         box = None
         finished = RequestState.FINISHED
-        num_dead = 0
-        for request, token in zip(batch, tokens, strict=True):
+        end = num_given = 0
+        for request, place, count, most in zip(*sampled[:4], strict=True):
+            begin, end = end, end + count
             if request.state is finished:
-                num_dead += 1  # it ended while this step was in flight
+                continue  # it ended while this step was in flight
+            request.num_output_placeholders -= 1 + most
+            if count <= most and request.state is RequestState.RUNNING:
+                request.num_computed -= 1 + most - count  # drafts were refused: their positions are computed again
+            if not count:
                 continue
-            if box is None or request.detokenizer is not detokenizer:
+            if box is None or request.detokenizer is not detokenizer or box.num_detail_bytes > MAX_STEP_BYTES:
                 detokenizer = request.detokenizer
-                box = output.outbox_of(detokenizer)
-            known = request.tokens
-            known.append(token)
-            request.num_output_placeholders -= 1
-            length = len(known)
-            row = box.token(request.handle, length - 1 - request.num_prompt, token)
+                box = output.open_box(detokenizer)
+            if request.drafts:
+                box.drafts[len(box.handles)] = request.drafts
+                request.drafts = b""
             if request.num_cached >= 0:
                 load.started.append(Started(request.work.request_id, request.num_cached))
-                box.first(row, request)
+                box.first(len(box.handles), request)
                 if request.hands_off:
                     self._table.leaving.append(request)
-            if length % block_size == 1:
-                batching.appended(request, length)
+            known = request.tokens
+            length = len(known) + count
+            if count == 1 and not logprobs:
+                token = tokens[begin]
+                known.append(token)
+                row = box.token(request.handle, length - 1 - request.num_prompt, token)
+            else:
+                given = tokens[begin:end]
+                stops = not request.stop_ids.isdisjoint(given)
+                if stops or length > request.max_len or request.repetition is not None:
+                    given = _up_to_its_end(request, given)
+                    length, count = length - count + len(given), len(given)
+                known.extend(given)
+                token, start = given[-1], length - count - request.num_prompt
+                if logprobs and place in logprobs:
+                    box, row = output.add_details(request, start, given, logprobs[place])
+                else:
+                    row = box.rows([request.handle] * count, range(start, start + count), given)
+            num_given += count
+            if (length - 1) % block_size < count:
+                batching.appended(request, length - (length - 1) % block_size)
             if token in request.stop_ids:
                 box.end(row, request, FinishReason.STOP, token)
                 drop(request)
@@ -89,71 +145,41 @@ class Results:
             elif request.repetition is not None and _repeats(request):
                 box.end(row, request, FinishReason.REPETITION)
                 drop(request)
-        load.generation_tokens += len(batch)
-        load.live_tokens += len(batch) - num_dead
-        self._num_given += len(batch) - num_dead
+        load.generation_tokens += num_given
+        load.live_tokens += num_given
+        self._num_given += num_given
 
-    def _tokens_with_details(self, record: Inflight, result: StepResult, tokens: list[int], output: Output) -> None:
-        """A step with unfinished prompts, logprobs or several tokens a row, request by request."""
-        samples = record.samples or b"\x01" * len(record.batch)
-        counts = iter(ints(result.counts)) if result.counts else repeat(1)
-        all_drafted = iter(ints(result.drafted))
-        verified: list[tuple[int, int, int]] = []  # row, drafts that it was allowed, those that were accepted
-        at = 0
-        for batch_index, request in enumerate(record.batch):
-            alive = request.state is not RequestState.FINISHED
-            if batch_index in result.failed and alive:
-                self._table.fail_row(request, output, result.failed[batch_index])
-                alive = False
-            if batch_index in result.prompt_logprobs and alive:
-                if batch_index in record.firsts:  # perhaps again, after a preemption or the worker's death
+    def _take_details(self, record: Inflight, result: StepResult, output: Output) -> None:
+        """What few requests of a step have."""
+        for place in sorted({*result.failed, *result.prompt_logprobs, *result.pooled}):
+            request = record.batch[place]
+            if request.state is RequestState.FINISHED:
+                continue
+            if place in result.failed:
+                self._table.fail_row(request, output, result.failed[place])
+                continue
+            if place in result.prompt_logprobs:
+                if place in record.firsts:  # perhaps again, after a preemption or the worker's death
                     request.prompt_logprobs.clear()
-                request.prompt_logprobs.append(result.prompt_logprobs[batch_index])
-            if batch_index in result.pooled and alive:
+                request.prompt_logprobs.append(result.prompt_logprobs[place])
+            if place in result.pooled:
                 if request.num_cached >= 0:
                     self._table.load.started.append(Started(request.work.request_id, request.num_cached))
-                output.vector(request, result.pooled[batch_index])
+                output.vector(request, result.pooled[place])
                 self._table.drop(request)
-            if not samples[batch_index]:
-                continue
-            count = next(counts)
-            allowed = record.num_drafts[batch_index] if record.num_drafts else 0
-            drafted = next(all_drafted, allowed)
-            if alive:
-                if drafted:
-                    self._count_drafts(request, drafted, max(0, count - 1))
-                if allowed and count and request.row >= 0:
-                    verified.append((request.row, allowed, count - 1))
-                self._not_given(request, 1 + allowed - count)
-                for nth in range(count):
-                    output.seal(request.detokenizer)
-                    if request.drafts and request.state is not RequestState.FINISHED:
-                        output.outbox_of(request.detokenizer).next_drafts(request.drafts)
-                        request.drafts = b""
-                    if batch_index in result.logprobs and request.state is not RequestState.FINISHED:
-                        output.outbox_of(request.detokenizer).next_logprobs(
-                            position_columns(result.logprobs[batch_index], nth)
-                        )
-                    self._tokens([request], tokens[at + nth : at + nth + 1], output)
-            at += count
-        if verified and (drafts := self._table.batching.drafts) is not None:
-            drafts.acceptance.observe(*zip(*verified, strict=True))
 
-    def _count_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        counts = self._table.batching.counts
-        if self._table.batching.limits.counts_drafts:
-            request.drafts += bytes((num_drafts, num_accepted))
-        counts.add("spec_decode_num_drafts")
-        counts.add("spec_decode_num_draft_tokens", amount=num_drafts)
-        counts.add("spec_decode_num_accepted_tokens", amount=num_accepted)
-        for position in range(num_accepted):
-            counts.add("spec_decode_num_accepted_tokens_per_pos", str(position))
-
-    def _not_given(self, request: Request, count: int) -> None:
-        """`count` fewer tokens came than the step might have given, since drafts were refused; their positions are computed again."""
-        request.num_output_placeholders -= count
-        if request.state is RequestState.RUNNING:
-            request.num_computed -= count
+    def _verified(self, batch: list[Request], allowed: "array[int]", result: StepResult, counts: list[int]) -> None:
+        """Counts the drafts of a step, and what is learned of them: of each request that samples how many it was allowed, and how many
+        tokens it got."""
+        batching = self._table.batching
+        rows = [request.row if request.state is not RequestState.FINISHED else GONE for request in batch]
+        if batching.limits.counts_drafts:
+            drafted = ints(result.drafted) if result.drafted else allowed
+            for request, row, number, count in zip(batch, rows, drafted, counts, strict=True):
+                if number and row != GONE:
+                    request.drafts += bytes((number, max(0, count - 1)))
+        if batching.drafts is not None:
+            batching.drafts.verified(rows, allowed, result, batching.counts)
 
     def time(self, record: Inflight, result: StepResult, now_ns: int) -> None:
         """Observes how long each hop of the step took, up to this scheduler, and its tokens. Called behind `apply`."""

@@ -14,8 +14,15 @@ def scheduler(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.mark.parametrize("num_requests", [1, 1000])
 def test_steady_decodes_are_measured(scheduler: ModuleType, num_requests: int) -> None:
     """The prompts of 1,000 are more than a step's token budget."""
-    for measured in scheduler.steady(num_requests, 5, *scheduler.KINDS.values()):
+    ones = [scheduler.Steady(num_requests, 5, specs) for specs in scheduler.KINDS.values()]
+    for measured in scheduler.medians_of(ones, 5):
         assert all(measured[name] > 0 for name in ("plan_us", "result_us"))
+
+
+def test_drafts_are_measured_beside_as_many_tokens(scheduler: ModuleType) -> None:
+    measured = scheduler.drafting(20, 5)
+    assert 20 < measured["drafts_tokens_per_step"] <= 100
+    assert measured["drafts_times_plain"] > 0
 
 
 def test_hashing_is_measured(scheduler: ModuleType) -> None:

@@ -9,10 +9,11 @@ from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.edges.token import LogprobColumns, TokenDeltas
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_f32, pack_i32
-from meshlm.protocol.wire.ids import FinishReason, Handle, RequestId
+from meshlm.protocol.wire.ids import FinishReason, Handle, Incarnation, RequestId
 from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc import sizes
 from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.request import Request
 
 MOST = 20_000
 encode = msgspec.msgpack.encode
@@ -134,14 +135,17 @@ def test_rows_with_many_log_probabilities_make_several_messages() -> None:
 
 
 def test_details_of_one_row_stay_with_it() -> None:
+    """Of several tokens of a request, too."""
     output = Output(0, 0)
-    columns = LogprobColumns(0, b"x" * (MOST + 1), b"")
-    for handle in (1, 2):
-        output.seal(DETOKENIZER)
-        output.outbox_of(DETOKENIZER).next_logprobs(columns)
-        output.outbox_of(DETOKENIZER).token(Handle(handle), 0, 7)
+    wide = MOST // 8 + 1
+    columns = LogprobColumns(wide, *(pack_i32([1] * count) for count in (2, 2, 2 * wide, 2 * wide)))
+    work = EngineRequest(RequestId("r"), Handle(1), pack_i32([9]), SamplingParams(), arrival_s=0.0)
+    request = Request(work, DETOKENIZER, Incarnation(1), 64)
+    box, row = output.add_details(request, 0, [7, 8], columns)
+    assert (box, row) == (output.outbox_of(DETOKENIZER), 0)
+    assert box.handles == [1]
     found = [message for _, message in output.messages(())]
-    assert [(ints(message.handles), list(message.logprobs)) for message in found] == [([1], [0]), ([2], [0])]
+    assert [(ints(message.starts), list(message.logprobs)) for message in found] == [([0], [0]), ([1], [0])]
 
 
 def test_rows_that_could_not_be_sent_end_where_they_were() -> None:
