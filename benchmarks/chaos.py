@@ -43,7 +43,6 @@ TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
 NOTICE_S = 0.05  # what is on its way when a process dies still arrives
 KEPT_FAILURES = 20
-MOVED = ("request_hand_offs_total", "kv_loaded_blocks_total")  # where ranks have roles
 
 
 @dataclass
@@ -326,7 +325,7 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
         await chaos.run()
         report = chaos.report()
         report["processes"] = [summary(process) for process in mesh.processes()]
-        report["moved"] = {name: metric(mesh.port, name) for name in MOVED}
+        report["hand_offs"] = metric(mesh.port, "request_hand_offs_total")
     finally:
         code = mesh.stop()
         if arguments.keep_logs:

@@ -32,6 +32,7 @@ class Entry:
     given: int  # tokens that it came with
     loaded: int = 0  # prompt tokens whose KV another rank is taken to have; 0 from its first token on
     leg: RankRole = RankRole.BOTH  # the work that it came for
+    left_out: int = 0  # tokens that it will give if the rank does not hand it off, and are not in `output`
     waiting: bool = True  # no token has come yet
 
 
@@ -140,7 +141,9 @@ class Rank:
         self.loading_tokens -= entry.loaded
         self.num_loading -= entry.loaded > 0
         self.num_unstarted -= 1
+        self.decode_tokens += entry.left_out
         entry.prefill, entry.loaded, entry.waiting = 0, 0, False
+        entry.output, entry.left_out = entry.output + entry.left_out, 0
         return entry
 
     def remove(self, request_id: RequestId) -> None:

@@ -230,10 +230,12 @@ class Router:
         if index is not None and choice.chain:
             last_use = index.last_use(rank.number, choice.chain, _cached(choice.found, rank.number))
             index.add(rank.number, choice.chain, self._clock, rank.kv_tokens, MAX_CHUNKS // len(self.ranks))
-        given, output = _num_given(work), 1 if choice.hands_off else self._output(work)
+        given, whole = _num_given(work), self._output(work)
+        output = 1 if choice.hands_off else whole
         prefill = given - choice.cached - choice.loaded
         of_whom = pinned, work.attempt, incarnation
-        entry = Entry(prefill, output, choice.cached, last_use, *of_whom, given, choice.loaded, choice.leg)
+        legs = choice.loaded, choice.leg, whole - output
+        entry = Entry(prefill, output, choice.cached, last_use, *of_whom, given, *legs)
         rank.add(work.request_id, entry)
         self.num_fresh += 1
         self._reorder(rank, used=self._clock)

@@ -91,6 +91,18 @@ def test_a_prompt_that_an_idle_rank_for_prompts_knows_is_found_by_those_that_do_
     assert (ledger.prefill_tokens, ledger.loading_tokens) == (1, LONG - 1)
 
 
+def test_what_a_rank_keeps_although_it_should_hand_it_off_counts_there() -> None:
+    """A rank whose pages others cannot read goes on with it."""
+    mesh = bench(S0, S1)
+    assert assign(mesh, prompt("r"))[0] == S0
+    ledger = mesh.core.ranks[S0]
+    assert ledger.decode_tokens == 1
+    mesh.says(S0, roomy(1, started=(Started(RequestId("r"), 0),), live_tokens=1))
+    assert (ledger.prefill_tokens, ledger.decode_tokens, ledger.score) == (0, 50, 49)
+    mesh.says(S0, roomy(ended=(RequestId("r"),)))
+    assert (ledger.decode_tokens, ledger.score) == (0, 0)
+
+
 def test_without_roles_nothing_is_said_of_holders() -> None:
     mesh = bench(S0, S1, num_prefill_ranks=0)
     assert assign(mesh, prompt("first"))[1] == Assign(prompt("first").work, D0, LIFE)
