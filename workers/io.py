@@ -1,7 +1,8 @@
 """The worker's links and threads.
 
 Three threads: the event loop (links, heartbeat), the stepper (prepares and launches plans in order, loads the model first) and the
-completer (waits for a step's tokens without holding the interpreter). The engine is the stepper's alone.
+completer (waits for a step's tokens without holding the interpreter). The engine is the stepper's alone. Where KV pages move,
+others copy them (kv/moves.py).
 """
 
 import asyncio

@@ -15,7 +15,10 @@ Page = NDArray[uint8]
 
 
 class Connector(Protocol):
-    """`make(namespace, page_bytes, options)` is what an entry point names; options: kv_connector_extra_config."""
+    """`make(namespace, page_bytes, options)` is what an entry point names; options: kv_connector_extra_config.
+
+    The namespace is of this worker's slices of pages: those of the other workers of its rank have another. A connector is closed and
+    made anew where the weights may have become others, since the namespace is another one then. A call has 30 s."""
 
     def find(self, keys: Sequence[bytes], params: Mapping[str, Any]) -> Sequence[bool]:
         """Which keys' pages it can load. params: kv_transfer_params of the request, empty where it has none."""

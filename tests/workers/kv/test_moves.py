@@ -62,7 +62,11 @@ class Worker:
         self.app.on_message(SCHEDULER, message)
 
     async def hear(self, kind: type[T]) -> T:
-        """Its next word of this kind; threads say others when they will."""
+        """Its next word of this kind; its threads say others before or after it, as they will."""
+        for said in self.others:
+            if isinstance(said, kind):
+                self.others.remove(said)
+                return said
         while not isinstance(said := await asyncio.wait_for(self.mesh.said.get(), 30), kind):
             self.others.append(said)
         return said
