@@ -132,6 +132,14 @@ async def test_what_a_worker_writes_another_reads(plain: Bench) -> None:
     await plain.mesh.until(lambda: plain.mesh.counts is not None)
 
 
+async def test_a_lease_is_what_a_store_dies_with_in_hand(plain: Bench) -> None:
+    assert plain.app.num_requests() == 0
+    plain.app.on_message(S0, kv.OfferPages(1, NAMESPACE, keys([1]), b"\1"))
+    assert plain.app.num_requests() == 1
+    plain.app.on_message(S0, kv.PagesStored(1, b"\1"))
+    assert plain.app.num_requests() == 0
+
+
 async def test_the_memory_is_not_taken_before_it_is_written(plain: Bench) -> None:
     descriptor = plain.app._memory
     assert os.fstat(descriptor).st_size == 1 << 20
