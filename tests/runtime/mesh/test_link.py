@@ -28,6 +28,7 @@ from meshlm.protocol.wire.session import Hello
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]
 LIMIT_S = 20
+FLAGS = ("--device", "fake", "--max-model-len", "4096", "--kv-offloading-size", "0.05")  # a process of each role
 strangers = itertools.count(77)  # indices of the peers that we play
 PLAYED = {  # whom we play towards each process
     Role.SUPERVISOR: Role.FRONTEND,
@@ -36,6 +37,7 @@ PLAYED = {  # whom we play towards each process
     Role.COORDINATOR: Role.FRONTEND,
     Role.SCHEDULER: Role.DETOKENIZER,
     Role.WORKER: Role.COORDINATOR,  # other ranks' schedulers are not heard
+    Role.STORE: Role.SCHEDULER,
 }
 CHILDREN = [role for role in Role if role is not Role.SUPERVISOR]
 
@@ -86,7 +88,7 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Serving]:
-    with serving("--device", "fake", "--max-model-len", "4096") as server:
+    with serving(*FLAGS) as server:
         yield server
 
 
@@ -327,7 +329,7 @@ def test_messages_of_a_known_type_that_say_nonsense(mesh: Serving, context: "zmq
 
 def test_a_late_refusal_of_an_earlier_life(context: "zmq.Context[Socket]") -> None:
     """A frame of another life of a peer means nothing to the session with this one."""
-    with serving("--device", "fake") as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=1.8):
+    with serving(*FLAGS) as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=1.8):
         with unharmed(mesh):
             sock.connect(f"ipc://{mesh.run_dir}/detokenizer-0.sock")
         sender, receiver, life = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Incarnation(1)

@@ -188,6 +188,7 @@ def comparable(spec: ModelSpec) -> ModelSpec:
     return replace(
         spec.with_layers(known),
         rms_norm_eps=0.0,
+        num_nextn_predict_layers=0,  # of a file, those that it has
         logit_scale=1.0,
         multipliers=tuple(round(one, 5) for one in spec.multipliers) if len(spec.multipliers) == 3 else (),
         query_pre_attn_scalar=round(spec.query_pre_attn_scalar, 4),
