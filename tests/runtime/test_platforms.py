@@ -70,7 +70,7 @@ def test_a_package_brings_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"entry": "cpu"}, "plug-in cpu .*--device cpu is taken already"),
         ({"name": "other"}, "ValueError: the platform is called 'other', and its entry point 'board'"),
         ({"engine": "board.engine"}, "ValueError: engine 'board.engine': module:function is expected"),
-        ({"group": "meshlm.kv_connectors"}, r"plug-in board \(board 1.0, group meshlm.kv_connectors\): no such group"),
+        ({"group": "meshlm.samplers"}, r"plug-in board \(board 1.0, group meshlm.samplers\): no such group"),
     ],
 )
 def test_what_is_refused_by_name(

@@ -23,7 +23,8 @@ class StubMesh:
         )
         resolved.eos_token_ids = (2,)
         server = SimpleNamespace(retry_window=60.0)
-        self.config = SimpleNamespace(resolved=resolved, server=server, run=RunConfig(), model=ModelConfig())
+        settled = {"resolved": resolved, "require_resolved": lambda: resolved}
+        self.config = SimpleNamespace(**settled, server=server, run=RunConfig(), model=ModelConfig())
         self.incarnation = LIFE
         self.logged: list[str] = []
         self.log = SimpleNamespace(exception=self.logged.append)

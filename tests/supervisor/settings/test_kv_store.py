@@ -56,8 +56,8 @@ def test_vllms_spelling_of_the_store_is_the_flags() -> None:
         ("{", "--kv-transfer-config {: "),
         ("[]", "a JSON object is expected"),
         (
-            {"kv_connector": "NixlConnector"},
-            'kv_connector "NixlConnector": no such connector; there are OffloadingConnector',
+            {"kv_connector": "MooncakeConnector"},
+            'kv_connector "MooncakeConnector": no such connector; there are OffloadingConnector, NixlConnector, P2pNcclConnector',
         ),
         ({}, "kv_connector null: no such connector"),
         ({**OFFLOADING, "kv_rol": "kv_both"}, "kv_rol: unknown; kv_role is one"),
