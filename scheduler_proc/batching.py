@@ -347,7 +347,7 @@ class Batching:
             request.started_ns = builder.now_ns
             request.num_cached = request.num_reused = found
             self.cache_queries += len(request.tokens)
-            self.cache_hits += request.num_computed
+            self.cache_hits += max(0, request.num_computed - request.num_loaded)
             batching_counts.count_misses(self.counts, self.kv, request)
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)

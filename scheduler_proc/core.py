@@ -105,8 +105,7 @@ class Scheduler:
     def handle(self, event: Event, now: float) -> list[Send]:
         self.batching.now_ns = now_ns = int(now * 1e9)
         output = Output(now_ns, self.limits.dp_rank)
-        effects: list[Send] = []
-        timings: tuple[int, ...] = ()
+        effects, timings = list[Send](), tuple[int, ...]()
         match event:
             case Received(message=StepResult() as result):
                 timings = self._result(result, output)
@@ -130,11 +129,10 @@ class Scheduler:
 
     def plan(self, now_ns: int) -> list[Send]:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
-        steps_along = self.lockstep is not None and self.serving and self._rank.rests
-        if not (self._rank.plans or steps_along) or len(self.inflight) >= self.batching.budget.depth(self._depth):
-            return []
         lockstep = self.lockstep
-        if lockstep is not None and not lockstep.may_step():
+        steps_along = lockstep is not None and self.serving and self._rank.rests
+        is_full = len(self.inflight) >= self.batching.budget.depth(self._depth)
+        if is_full or not (self._rank.plans or steps_along) or (lockstep is not None and not lockstep.may_step()):
             return []
         goes_on = bool(self.batching.running)
         step = StepId(self._next_step)

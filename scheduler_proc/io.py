@@ -181,6 +181,11 @@ class SchedulerApp(App):
             batching_counts.planned(self._core.batching.counts, time.monotonic_ns() - now_ns)
             self._note_plan(effects[0].message, now_ns)
             self._send(effects)
+        if (transfers := self._core.transfers) is not None and transfers.warnings:
+            assert self._mesh is not None
+            for warning in transfers.warnings:
+                self._mesh.log.warning("KV is not moved", reason=warning)
+            transfers.warnings.clear()
         self._send(self._core.report())
         if self._publisher is not None and (events := self._core.kv_events()):
             self._publisher.publish(events)

@@ -85,7 +85,10 @@ class Request:
     holder: Identity | None = None  # as in Assign, like the next one
     hands_off: bool = False
     kv_transfer: bytes = b""  # kv_transfer_params that its end tells (connectors/left.py)
-    load: Load | None = None  # that it waits for, or that keeps its KV; this and the next two are connectors/loads.py's
+    load: Load | None = (
+        None  # that it waits for, or that keeps its KV; this and the next three are connectors/loads.py's
+    )
+    num_loaded: int = 0  # tokens of it that the last load has brought
     num_looks: int = 0  # how often its KV was looked for elsewhere, since it was preempted
     pages_short: int = 0  # it is looked for again once so many pages are free
 

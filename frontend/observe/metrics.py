@@ -35,7 +35,10 @@ _RANK_GAUGES = {
 }
 _RANK_COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_cache_hits": (
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache, but for what was loaded into it.",
+    ),
     "num_preemptions": ("num_preemptions", "Preempted requests."),
     "request_hand_offs": ("num_hand_offs", "Requests that went on at a rank that decodes (--dp-roles)."),
     "device_busy_seconds": ("busy_ns", "Seconds that the device has computed."),

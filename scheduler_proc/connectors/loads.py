@@ -218,7 +218,10 @@ class Loads:
         pool.end_lease(present)
         counts.add("kv_loaded_blocks", amount=num_loaded)
         num_blocks = max(0, self._session.kv.prefixes.reach(load.hashes) - load.num_hit)
-        counts.add("external_prefix_cache_hits", amount=num_blocks * self._session.kv.block_size)
+        num_tokens = num_blocks * self._session.kv.block_size
+        counts.add("external_prefix_cache_hits", amount=num_tokens)
+        for request in self._requests[load][:1]:
+            request.num_loaded = num_tokens
         if load.failed:
             counts.add("kv_load_failed_blocks", amount=len(load.failed))
             self._fail(load, f"{len(load.failed)} of {len(load.chosen)} blocks: {next(iter(load.failed.values()))}")

@@ -35,7 +35,7 @@ def sources_of(session: PageSession, request: Request, connectors: Connectors) -
 def ask(session: PageSession, source: Source, keys: Sequence[Key]) -> None:
     """Sends the question."""
     columns = b"".join(key.key for key in keys), bytes(key.width for key in keys)
-    block_s = session.batching.budget.prompt_s * session.kv.block_size
+    block_s = session.batching.budget.prompt_s * session.kv.block_size / session.kv.prefixes.num_kinds
     for to in source.missing:
         if source.holder is not None:
             session.send(to, FindPages(source.number, session.namespace, *columns, block_s))

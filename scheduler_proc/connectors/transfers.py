@@ -73,6 +73,7 @@ class Transfers:
         self._peers: set[Identity] = set()
         self._num_opening = 0  # OpenPages that the store has not answered: the last one counts
         self._sends: list[Send] = []
+        self.warnings: list[str] = []  # for the log: io.py takes them
         table.removed = self.removed
 
     # --- the session with the workers ---
@@ -82,6 +83,7 @@ class Transfers:
         batching = self._table.batching
         moves = all(fact.page_bytes and fact.namespace == facts[0].namespace for fact in facts)
         if not (moves and facts[0].namespace and batching.kv.prefix_caching):
+            self.warnings.append("the workers of this rank have no pages that can be moved, or different ones")
             return
         memory = tuple(fact.pages for fact in facts if fact.pages is not None)
         servers = tuple(fact.page_server for fact in facts if fact.page_server is not None)
@@ -204,6 +206,8 @@ class Transfers:
                 session.loads.lease_ended(sender, ended)
             case PagesOpened() as opened:
                 self._num_opening -= 1
+                if opened.failed and not self._num_opening:
+                    self.warnings.append(f"the store keeps no pages of this rank: {opened.failed}")
                 can_read = len(opened.memory) == len(self._workers) and not (opened.failed or self._num_opening)
                 session.pages.store = opened.memory if can_read else ()
             case PagesWanted() as wanted:

@@ -13,6 +13,11 @@ class Prefixes:
     def __init__(self, kinds: Sequence[Kind], pool: BlockPool, block_size: int) -> None:
         self._kinds, self._pool, self._block_size = kinds, pool, block_size
 
+    @property
+    def num_kinds(self) -> int:
+        """The keys that a block has, one for each kind."""
+        return len(self._kinds)
+
     def reach(self, hashes: Sequence[bytes], found: Container[bytes] = ()) -> int:
         """The number of leading blocks that all kinds could serve if they had these keys, too."""
         find, at_most = self._pool.find, -1

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kv_device import GROUPS
+from msgspec.structs import replace
 from page_world import World, expected
 
 from meshlm.protocol.edges.kv import EndLease, FindPages, LeaseEnded, PagesFound, PagesMoved, PagesWanted
@@ -51,7 +52,18 @@ def test_what_was_evicted_comes_back_from_the_store(specs: tuple[KVSpec, ...], n
     assert (again < 26) is has_checkpoints
     assert counts(world, "kv_loads") == ({"nothing": 1, "loaded": 1} if has_checkpoints else {})
     assert counts(world, "external_prefix_cache_hits") == ({"": 26 - again} if has_checkpoints else {})
+    assert world.cores[0].batching.cache_hits == 0, "what was loaded is counted apart"
     world.finish()
+
+
+def test_workers_without_pages_are_told_of() -> None:
+    world = World(1, 1, 40, store_pages=10)
+    transfers = world.cores[0].transfers
+    assert transfers is not None
+    assert not transfers.warnings
+    transfers.end()
+    transfers.begin(9, [replace(world.workers[0][0].ready(), page_bytes=0)])
+    assert transfers.warnings == ["the workers of this rank have no pages that can be moved, or different ones"]
 
 
 @settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.generate])
