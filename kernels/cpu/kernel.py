@@ -13,13 +13,16 @@ from meshlm.kernels.attention.seen import Seen
 from meshlm.kernels.cpu.library import call
 
 MAX_HEAD_DIM = 1024
+_at = Tensor.data_ptr  # of a tensor that outlives the call
 
 
 def linear(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
     """x [m, k] -> [m, outputs]. packed: see packed.py."""
     x = x.contiguous()
     out = torch.empty(x.shape[0], outputs)
-    if call().meshlm_linear(x, packed, bias, out, x.shape[0], outputs, x.shape[1]):
+    if call().meshlm_linear(
+        _at(x), _at(packed), bias if bias is None else _at(bias), _at(out), x.shape[0], outputs, x.shape[1]
+    ):
         raise MemoryError("no memory for rounded activations")
     return out
 
@@ -28,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [m, n] -> [m, n]; x / rms(x) * weight."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    call().meshlm_rms_norm(None, x, weight, out, *x.shape, eps)
+    call().meshlm_rms_norm(None, _at(x), _at(weight), _at(out), *x.shape, eps)
     return out
 
 
@@ -36,15 +39,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
     """residual += x, in place; the norm of the sum."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    call().meshlm_rms_norm(x, residual, weight, out, *x.shape, eps)
+    call().meshlm_rms_norm(_at(x), _at(residual), _at(weight), _at(out), *x.shape, eps)
     return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[m, 2n] -> silu(gate) * up [m, n]."""
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(m, n)
-    call().meshlm_silu_mul(gate_up.contiguous(), out, m, n)
+    gate_up, out = gate_up.contiguous(), torch.empty(m, n)
+    call().meshlm_silu_mul(_at(gate_up), _at(out), m, n)
     return out
 
 
@@ -55,8 +58,8 @@ def act_mul(gate_up: Tensor, act: str) -> Tensor:
     if act not in ("gelu", "gelu_pytorch_tanh"):
         raise ValueError(f"{act}: no activation of silu, gelu, gelu_pytorch_tanh")
     m, n = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(m, n)
-    call().meshlm_gelu_mul(gate_up.contiguous(), out, m, n, act == "gelu_pytorch_tanh")
+    gate_up, out = gate_up.contiguous(), torch.empty(m, n)
+    call().meshlm_gelu_mul(_at(gate_up), _at(out), m, n, act == "gelu_pytorch_tanh")
     return out
 
 
@@ -67,10 +70,11 @@ def rope_cache(
     """qkv [t, (heads + 2 kv_heads) d] -> query [t, heads, d]; keys and values [..., kv_heads, d] are written at `slots`."""
     kv_heads, d = keys.shape[-2:]
     query = torch.empty(qkv.shape[0], num_heads, d)
-    q_norm, k_norm = norms or (None, None)
+    q_norm, k_norm = map(_at, norms) if norms else (None, None)
     sizes = (qkv.shape[0], num_heads, kv_heads, d, table.shape[1])
-    read = (qkv.contiguous(), positions, slots, table, q_norm, k_norm, eps)
-    call().meshlm_rope_cache(*read, query, keys, values, *sizes)
+    qkv = qkv.contiguous()
+    read = (_at(qkv), _at(positions), _at(slots), _at(table), q_norm, k_norm, eps)
+    call().meshlm_rope_cache(*read, _at(query), _at(keys), _at(values), *sizes)
     return query
 
 
@@ -84,9 +88,9 @@ def norm_linear(
     m, k = x.shape
     normed, out = torch.empty(m, k), torch.empty(m, outputs)
     gated = torch.empty(m, outputs // 2) if gate else None
-    added = None if residual is None else x
-    failed = call().meshlm_norm_linear(added, stream, weight, eps, normed, packed, bias, out, gated, m, outputs, k)
-    if failed:
+    added, bias_at = None if residual is None else _at(x), None if bias is None else _at(bias)
+    read = (added, _at(stream), _at(weight), eps, _at(normed), _at(packed), bias_at)
+    if call().meshlm_norm_linear(*read, _at(out), gated if gated is None else _at(gated), m, outputs, k):
         raise MemoryError("no memory for rounded activations")
     return (out if gated is None else gated), stream
 
@@ -111,9 +115,9 @@ def attention(
     t, heads, d = query.shape
     _, size, kv_heads, _ = keys.shape
     query, out = query.contiguous(), torch.empty(t, heads, d)
-    memory, sizes = (query, keys, values, tables, positions, spans, out), (heads, kv_heads, d, size, tables.stride(0))
+    memory = map(_at, (query, keys, values, tables, positions, spans, out))
+    sizes = (heads, kv_heads, d, size, tables.stride(0))
     sees = (seen.scale, seen.softcap, seen.window, seen.chunk, seen.sinks, seen.slopes)
-    failed = call().meshlm_attention(*memory, spans.shape[0], *sizes, *sees)
-    if failed:
+    if call().meshlm_attention(*memory, spans.shape[0], *sizes, *sees):
         raise MemoryError("no memory for attention")
     return out

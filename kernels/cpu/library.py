@@ -17,13 +17,22 @@ class Memory:
         return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-_TYPES = {"m": Memory, "l": ctypes.c_long, "f": ctypes.c_float, "i": ctypes.c_int, "s": ctypes.c_void_p, "": None}
+_TYPES = {
+    "m": Memory,
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_long,
+    "f": ctypes.c_float,
+    "i": ctypes.c_int,
+    "s": ctypes.c_void_p,
+    "": None,
+}
 _SIGNATURES = """
-    panel_bytes=ll:l form=ll:l rounded_bytes=l:l can_round=:i narrowest=ml:l pack=mmll: repack=mllmmlll: rows=mmmll:
-    linear=mmmmlll:i rms_norm=mmmmllf: silu_mul=mmll: gelu_mul=mmlll: rope_cache=mmmmmmfmmmlllll:
-    norm_linear=mmmfmmmmmlll:i span_rows=ll:l layers=s:i encoder=s:i attention=mmmmmmmllllllffllmm:i
+    panel_bytes=ll:l form=ll:l rounded_bytes=l:l can_round=:i narrowest=ml:l pack=mmll: repack=mllmmlll: rows=pppll:
+    linear=pppplll:i rms_norm=ppppllf: silu_mul=ppll: gelu_mul=pplll: rope_cache=ppppppfppplllll:
+    norm_linear=pppfppppplll:i span_rows=ll:l layers=s:i encoder=s:i attention=pppppppllllllffllmm:i
 """
-"""By function, without meshlm_ before its name: its arguments and its result (_TYPES); s: a structure of `step_type`."""
+"""By function, without meshlm_ before its name: its arguments and its result (_TYPES); p: an address, which costs less than m; s: a
+structure of `step_type`."""
 
 
 @cache

@@ -101,5 +101,5 @@ def repack(rows: Rows, order: Tensor | None, packed: Tensor, first: int, k: int)
 def rows(packed: Tensor, ids: Tensor, k: int) -> Tensor:
     """Rows of a packed weight of k inputs: int64 [t] -> [t, k]."""
     ids, out = ids.contiguous(), torch.empty(len(ids), k)
-    call().meshlm_rows(packed, ids, out, len(ids), k)
+    call().meshlm_rows(packed.data_ptr(), ids.data_ptr(), out.data_ptr(), len(ids), k)
     return out

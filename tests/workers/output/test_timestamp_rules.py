@@ -21,7 +21,8 @@ WORD, TIME = st.integers(0, EOS - 1), st.integers(ZERO, VOCAB - 1)
 
 def processor(max_initial_timestamp_index: int = LATEST) -> TimestampRules:
     speech = SpeechTokens(start=21, no_timestamps=NO_TIMES, max_initial_timestamp_index=max_initial_timestamp_index)
-    config = SimpleNamespace(resolved=SimpleNamespace(speech=speech, eos_token_ids=(EOS,)))
+    resolved = SimpleNamespace(speech=speech, eos_token_ids=(EOS,))
+    config = SimpleNamespace(resolved=resolved, require_resolved=lambda: resolved)
     return TimestampRules(cast("MeshConfig", config), torch.device("cpu"), 8)
 
 
