@@ -117,7 +117,7 @@ async def _bursts(mesh: Mesh, given: argparse.Namespace) -> dict[str, Any]:
     ]
     await asyncio.sleep(1.0)
     bursts = []
-    while not all(one.done() for one in decoding):
+    for _ in range(given.bursts):
         bursts += [asyncio.ensure_future(stream(mesh.port, prompt(random, given.tokens), 16)) for _ in range(2)]
         await asyncio.sleep(given.burst_s)
     streams, long = [await one for one in decoding], [await one for one in bursts]
@@ -146,7 +146,16 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("model", nargs="?", default="", help="default: SmolLM2 on the CPU")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    numbers = {"tokens": 3000, "prompts": 6, "users": 6, "turns": 6, "answer": 16, "streams": 4, "decode": 200}
+    numbers = {
+        "tokens": 3000,
+        "prompts": 6,
+        "users": 6,
+        "turns": 6,
+        "answer": 16,
+        "streams": 4,
+        "decode": 200,
+        "bursts": 3,
+    }
     for name, count in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--burst-s", type=float, default=4.0)

@@ -1,10 +1,9 @@
 """What the next step computes: running requests first, then waiting ones, within one token budget.
 
-Asynchronous scheduling makes steps overlap: step N+1 is planned and sent while N runs. What makes that safe is
-that a worker executes plans strictly in the order of sending, on one stream. So a row or block that a plan frees may be
-given away by the next plan at once: whatever an earlier step still writes there is written before the new owner's
-step runs. A token that the last step samples is counted in `num_output_placeholders` until its result is here; a drafted one
-likewise, whether it will be accepted or not.
+Asynchronous scheduling makes steps overlap: step N+1 is planned and sent while N runs. What makes that safe is that a worker executes
+plans strictly in the order of sending, on one stream. So a row or block that a plan frees may be given away by the next plan at once:
+whatever an earlier step still writes there is written before the new owner's step runs. A token that the last step samples is counted
+in `num_output_placeholders` until its result is here; a drafted one likewise, whether it will be accepted or not.
 
 In a pipeline the first stage needs the token that the last one sampled, so a request that waits for a token is not planned again until
 it is here, and with it what was accepted of its drafts, which each stage has made for itself. Instead each step takes its share of the
@@ -171,8 +170,8 @@ class Batching:
         if (suspect := self._trial.next()) is None or (self._rank.drains and not suspect.has_begun):
             return False
         if is_idle:
-            if not self._begin(builder, suspect, self.waiting.index(suspect), left):
-                return False  # others have the memory
+            if not (self._free_rows and self._begin(builder, suspect, self.waiting.index(suspect), left)):
+                return False  # others have the rows or the memory
             self._trial.begin(suspect)
         return True
 
@@ -275,6 +274,8 @@ class Batching:
         at = 0
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
+            if request.pages_short and (self.running or request.waits):
+                return  # the memory that comes free next is for the KV that it loads
             if (
                 request.waits
                 or (self._rank.drains and not request.has_begun)
@@ -339,9 +340,8 @@ class Batching:
             self.drafts.begin(request.row)
         request.num_computed = num_cached
         found = min(request.num_computed, request.num_prompt)
-        if (
-            request.num_cached >= 0
-        ):  # it begins anew before its first token: after a death nothing may be left of what was found
+        # Where it begins anew before its first token, after a death, nothing may be left of what was found.
+        if request.num_cached >= 0:
             request.num_cached = request.num_reused = min(request.num_cached, found)
         elif request.num_cached == -1:
             request.started_ns = builder.now_ns

@@ -90,7 +90,7 @@ class Request:
     )
     num_loaded: int = 0  # tokens of it that the last load has brought
     num_looks: int = 0  # how often its KV was looked for elsewhere, since it was preempted
-    pages_short: int = 0  # it is looked for again once so many pages are free
+    pages_short: int = 0  # it is looked for again once so many pages are free, and nobody passes it meanwhile
 
     def __post_init__(self, max_model_len: int) -> None:
         work, params = self.work, self.work.sampling

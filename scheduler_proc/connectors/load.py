@@ -72,6 +72,7 @@ class Load:
     num_hit: int = 0  # blocks that were cached when it began to move
     chosen: dict[Key, Source] = field(default_factory=dict)  # what is copied, in the order of the pages of `lease`
     lease: Lease | None = None  # pages that are copied into, or what is kept cached
+    reserved: Lease | None = None  # pages of one that found too few before, while it is ASKED
     present: Lease | None = None  # cached pages before and between these, while it moves
     failed: dict[Key, str] = field(default_factory=dict)  # and why
 

@@ -44,7 +44,9 @@ class Loads:
     def look(self, now_ns: int) -> None:
         """Begins loads for the first of the queue."""
         for place, request in enumerate(self._session.batching.waiting[:LOOK_AHEAD]):
-            if request.load is None and self._is_due(request) and (place == 0 or self._has_room()):
+            if request.num_looks >= MAX_LOOKS:
+                request.pages_short = 0  # it is computed
+            elif request.load is None and self._is_due(request) and (place == 0 or self._has_room()):
                 self._look_for(request, now_ns)
 
     def _has_room(self) -> bool:
@@ -55,15 +57,16 @@ class Loads:
     def _is_due(self, request: Request) -> bool:
         if request.num_looks and not (0 < request.pages_short <= self._session.pool.num_free):
             return False
-        return request.num_looks < MAX_LOOKS and request.work.reads_prefix_cache and request.waits is not Wait.RESULTS
+        return request.work.reads_prefix_cache and request.waits is not Wait.RESULTS
 
     def _look_for(self, request: Request, now_ns: int) -> None:
         session = self._session
-        request.num_looks, request.pages_short = request.num_looks + 1, 0
+        request.num_looks += 1
         hashes = session.kv.usable_hashes(request)
         num_hit = session.kv.prefixes.reach(hashes)
         keys = session.kv.prefixes.absent(hashes, num_hit)
         if not keys:
+            request.pages_short = 0
             return
         if (other := self._coming.get(keys[0])) is not None:
             if any(self._coming.get(key) is not other for key in keys):
@@ -73,10 +76,13 @@ class Loads:
             return
         sources, is_wanted = sources_of(session, request, self._connectors)
         if not sources or len(hashes) - num_hit < (1 if is_wanted else MIN_BLOCKS):
+            request.pages_short = 0
             return
         for source in sources:
             ask(session, source, keys)
         load = Load(hashes, keys, sources, now_ns, is_wanted, session.pool.num_resets)
+        if request.pages_short:
+            self._reserve(load, hashes[:num_hit], request.pages_short)
         self._requests[load], request.load = [request], load
         self._sources.update({source.number: (load, source) for source in sources})
         self._coming.update(dict.fromkeys(keys, load))
@@ -104,6 +110,7 @@ class Loads:
                 by_key.setdefault(key, source)
         session = self._session
         prefixes, pool, size = session.kv.prefixes, session.pool, session.kv.block_size
+        self._end_reserve(load)
         begin, end = prefixes.reach(load.hashes), prefixes.reach(load.hashes, by_key)
         needed = prefixes.needed(load.hashes[:end])
         load.chosen = {one: by_key[one.key] for one in needed if pool.find(one.key) is None}
@@ -116,13 +123,33 @@ class Loads:
             num_pages, begin * size, end * size, session.batching.budget
         ):
             self._over(load, "slow")
-        elif not self._lease(load, needed):
-            for request in self._requests[load]:
-                request.pages_short = num_pages.total()
-            self._over(load, "no_room")
+        elif not self._makes_room(load, needed):
+            self._over(load, "no_room", sum(key.width for key in needed))  # others may take what is cached now
         else:
             load.num_hit = begin
             self._move(load, now_ns)
+
+    def _reserve(self, load: Load, cached: Sequence[bytes], count: int) -> None:
+        """So many pages, and what is cached, are kept until the holders have answered: running requests would take them."""
+        pool = self._session.pool
+        keys = self._session.kv.prefixes.needed(cached)
+        load.present = pool.lease(page for key in keys for page in pool.find(key.key) or ())
+        load.reserved = pool.lease_new(max(0, min(count - len(load.present.pages), pool.num_free)))
+
+    def _end_reserve(self, load: Load) -> None:
+        if load.present is not None and load.reserved is not None:
+            self._session.pool.end_lease(load.present)
+            self._session.pool.end_lease(load.reserved)
+            load.present = load.reserved = None
+
+    def _makes_room(self, load: Load, needed: Sequence[Key]) -> bool:
+        """Leases its pages; for the next to start, others that wait give theirs up."""
+        first = self._session.batching.waiting[:1]
+        is_first = bool(first) and first[0] in self._requests[load]
+        while not self._lease(load, needed):
+            if not (is_first and self._spare(first[0])):
+                return False
+        return True
 
     def _lease(self, load: Load, needed: Sequence[Key]) -> bool:
         """Pages to copy into; what is cached before and between them is kept. False: too few are free."""
@@ -140,6 +167,8 @@ class Loads:
         deadline_ns = min(now_ns + MOVE_NS, load.since_ns + LEASE_NS)
         load.move(LoadState.MOVING)
         load.since_ns = now_ns
+        for request in self._requests[load]:
+            request.pages_short = 0
         pages = iter(load.lease.pages)
         here = {key: [next(pages) for _ in range(key.width)] for key in load.chosen}
         for source in load.sources:
@@ -236,8 +265,11 @@ class Loads:
 
     # --- ends ---
 
-    def _over(self, load: Load, outcome: str) -> None:
+    def _over(self, load: Load, outcome: str, pages_short: int = 0) -> None:
         """Nothing is copied. Who has not answered is told to end its lease when it does."""
+        self._end_reserve(load)
+        for request in self._requests[load]:
+            request.pages_short = pages_short
         for source in load.sources:
             self._end_lease(source, is_asked=False)
         load.move(LoadState.OVER)
@@ -338,7 +370,8 @@ class Loads:
 
     def leases(self) -> list[Lease]:
         """Those that its loads have in the pool."""
-        return [one for load in self._requests for one in (load.lease, load.present) if one is not None]
+        held = ((load.lease, load.present, load.reserved) for load in self._requests)
+        return [lease for some in held for lease in some if lease is not None]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
@@ -346,7 +379,9 @@ class Loads:
             assert load.state is not LoadState.OVER, "a load that is over is kept"
             assert all(request.load is load for request in requests), "a request waits for another load"
             assert (load.lease is not None) == (load.state is not LoadState.ASKED)
-            assert (load.present is not None) == (load.state in (LoadState.MOVING, LoadState.ENDING))
+            assert load.reserved is None or load.state is LoadState.ASKED
+            is_copied = load.state in (LoadState.MOVING, LoadState.ENDING)
+            assert (load.present is not None) == (is_copied or load.reserved is not None)
             assert load.state is not LoadState.LOADED or len(requests) == 1, "what is loaded is kept for nobody"
         for load in self._coming.values():
             assert load.waits and self._requests[load], "keys that nobody waits for are expected"  # noqa: PT018

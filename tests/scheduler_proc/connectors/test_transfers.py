@@ -3,7 +3,7 @@
 from random import Random
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kv_device import GROUPS
 from msgspec.structs import replace
@@ -68,6 +68,8 @@ def test_workers_without_pages_are_told_of() -> None:
 
 @settings(max_examples=100, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(st.integers(0, 1 << 32))
+@example(100903)  # a suspect is tried while all rows are taken
+@example(902117)
 def test_any_histories(seed: int) -> None:
     """Requests that share prefixes and little memory, steps and copies that overlap, late and doubled answers, resets and deaths."""
     play(seed)

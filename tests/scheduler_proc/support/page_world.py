@@ -470,9 +470,13 @@ class World:
         self.cores[rank] = self._core(rank)
         self.now += 0.01
         for worker in self.workers[rank]:
-            while worker.inbox:
-                if not isinstance(message := worker.inbox.popleft(), FindPages):
-                    worker.take(message)  # it does all that it was sent
+            newest = max((one.session for one in worker.inbox if isinstance(one, Reset)), default=0)
+            while worker.inbox:  # it does all that it was sent, but for steps that it can take with nobody
+                message = worker.inbox.popleft()
+                if not isinstance(message, FindPages) and (
+                    not isinstance(message, StepPlan) or message.session >= newest
+                ):
+                    worker.take(message)
         self._meet(rank)
         for other in range(len(self.cores)):
             if other != rank:
