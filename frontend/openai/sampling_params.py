@@ -87,7 +87,9 @@ def drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
 def transfer(request: Common, resolved: Resolved) -> tuple[kv_transfer.KVTransfer, ...]:
     """What the request says of the KV of its prompt. HttpError where its answer could not tell whom it was left to."""
     try:
-        found = kv_transfer.transfer_of(request.kv_transfer_params, has_connector=resolved.transfers_kv)
+        found = kv_transfer.transfer_of(
+            request.kv_transfer_params, has_connector=resolved.transfers_kv, hosts=resolved.kv_remote_hosts
+        )
     except ValueError as error:
         raise field_error(kv_transfer.NAME, str(error)) from None
     if found and found[0].leaves and (request.stream or (request.n or 1) > 1 or request.use_beam_search):

@@ -16,7 +16,7 @@ from starlette.responses import Response as HttpResponse
 
 from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
@@ -144,7 +144,10 @@ class Generation:
         name = idempotency_key.key if idempotency_key else header or parsed_request.request_id or uuid.uuid4().hex
         request_id = prefix + name[:128]
         if (transfer := backend.config.kv_transfer.transfer) is not None and transfer.by_request_id:
-            extras = *parsed_request.mesh.extras, *transfer_of_id(name, transfer)
+            try:
+                extras = *parsed_request.mesh.extras, *transfer_of_id(name, transfer)
+            except ValueError as error:
+                raise field_error("X-Request-Id", str(error)) from None
             parsed_request = parsed_request.with_mesh(extras=extras)
         answer_name = request.headers.get("x-request-id") or request_id  # a client's own name comes back as it was
         request.scope.get(NAME, [""])[0] = answer_name  # also of a refusal

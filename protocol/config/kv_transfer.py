@@ -14,6 +14,7 @@ class PageTransfer(Struct, frozen=True, kw_only=True):
     role: Literal["kv_producer", "kv_consumer", "kv_both"]
     host: str  # where this node's workers listen ...
     port: int  # ... that of the first; the others follow. 0: any
+    remote_hosts: tuple[str, ...] = ()  # of the meshes that requests may name, whose pages are believed
     buffer_bytes: int = 0  # of pages that other meshes send
     by_request_id: bool = False  # request ids carry the addresses; else kv_transfer_params do
     pushes: bool = False  # pages are sent as soon as they are there; else they wait to be asked for

@@ -35,5 +35,6 @@ class Resolved(Struct, frozen=True, kw_only=True):
     speech: SpeechTokens | None = None  # of a model that transcribes audio, and serves nothing else
     pooling: PoolingSpec | None = None  # what its vectors are, where it serves those and no text
     transfers_kv: bool = False  # connectors move KV between meshes
+    kv_remote_hosts: tuple[str, ...] | None = None  # that requests may name; None: a plug-in judges
     drafter: "Resolved | None" = None  # the model that drafts tokens for this one
     digest: str  # of everything above and the flags: names a run's configuration in logs

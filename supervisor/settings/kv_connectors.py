@@ -19,6 +19,7 @@ HOST, PORT, BUFFER_BYTES = "127.0.0.1", 14579, 1e9  # vLLM's port and buffer
 # Keys of kv_connector_extra_config: the kind of the value, and for numbers from where to where it may be.
 OPTIONS: dict[str, tuple[type, float, float]] = {
     "lease_s": (float, 1, 3600),
+    "remote_hosts": (list, 0, 0),
     "send_type": (str, 0, 0),
     "proxy_ip": (str, 0, 0),
     "proxy_port": (int, 1, 65535),
@@ -27,10 +28,10 @@ OPTIONS: dict[str, tuple[type, float, float]] = {
     "mem_pool_size_gb": (float, 0, 1 << 20),  # beside kv_buffer_size
     "nccl_num_channels": (int, 1, 32),  # of NCCL, which has no part in it
 }
-ONLY_BY_REQUEST_ID = tuple(name for name in OPTIONS if name != "lease_s")
+ONLY_BY_REQUEST_ID = tuple(name for name in OPTIONS if name not in ("lease_s", "remote_hosts"))
 REFUSED = dict.fromkeys(("backends", "enable_permute_local_kv"), "pages go over TCP; leave it out")
-_TEXTS = tuple(name for name, (kind, _, _) in OPTIONS.items() if kind is str)
-_KINDS = {float: "a number", int: "a whole number", str: "a text"}
+_TEXTS = tuple(name for name, (kind, _, _) in OPTIONS.items() if kind in (str, list))
+_KINDS = {float: "a number", int: "a whole number", str: "a text", list: "a list of hosts"}
 
 
 def transfer_of(given: Mapping[str, Any]) -> PageTransfer:
@@ -47,6 +48,7 @@ def transfer_of(given: Mapping[str, Any]) -> PageTransfer:
         role=given["kv_role"],
         host=host,
         port=given.get("kv_port", PORT),
+        remote_hosts=(host, *options.get("remote_hosts", ())),
         buffer_bytes=buffer_bytes if by_request_id else 0,
         by_request_id=by_request_id,
         pushes=by_request_id and options.get("send_type", SEND_TYPES[0]) != "GET",
@@ -76,8 +78,8 @@ def _rules(given: Mapping[str, Any]) -> Rules:
         foreign = key not in OPTIONS or (name != BY_REQUEST_ID and key in ONLY_BY_REQUEST_ID)
         yield foreign, f"kv_connector_extra_config: {key}", f"unknown; {known} are the keys of {name}"
         kind, least, most = OPTIONS[key]
-        wrong = not isinstance(value, str) if kind is str else not _is_number(value, kind, least, most)
-        span = "" if kind is str else f" from {least:g} to {most:g}"
+        wrong = not _is_of(kind, value, least, most)
+        span = "" if kind in (str, list) else f" from {least:g} to {most:g}"
         yield wrong, f"kv_connector_extra_config: {key} {value!r}", f"{_KINDS[kind]}{span} is expected"
     send = options.get("send_type", SEND_TYPES[0])
     yield send not in SEND_TYPES, f"kv_connector_extra_config: send_type {send!r}", f"{', '.join(SEND_TYPES)}"
@@ -99,6 +101,12 @@ def _number(value: Any) -> Any:
     except ValueError:
         return value
     return int(found) if found.is_integer() else found
+
+
+def _is_of(kind: type, value: Any, least: float, most: float) -> bool:
+    if kind is list:
+        return isinstance(value, list) and all(isinstance(host, str) and host for host in value)
+    return isinstance(value, str) if kind is str else _is_number(value, kind, least, most)
 
 
 def _is_number(value: Any, kind: type, least: float, most: float) -> bool:

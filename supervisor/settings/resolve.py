@@ -110,6 +110,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         general_plugins=bool(plugins.names(plugins.GENERAL, os.environ)),
         stat_loggers=bool(plugins.names(plugins.STAT_LOGGERS, os.environ)),
         transfers_kv=config.kv_transfer.asks_by_request,
+        kv_remote_hosts=None if (transfer := config.kv_transfer.transfer) is None else transfer.remote_hosts,
         digest="",
     )
     check(determinism.rules(config, resolved, family))

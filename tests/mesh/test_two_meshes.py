@@ -96,9 +96,11 @@ def test_either_side_may_die(meshes: tuple[Serving, Serving], role: str) -> None
 
 def test_what_params_cannot_be_is_refused(meshes: tuple[Serving, Serving]) -> None:
     _, d = meshes
-    body = {"prompt": prompt(1), "kv_transfer_params": {"do_remote_prefill": True}}
-    answer = httpx.post(f"{d.url}/v1/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
+    where = {"remote_engine_id": "e", "remote_host": "192.0.2.1", "remote_port": 80, "ticket": "00" * 32}
+    for more in ({}, where):
+        body = {"prompt": prompt(1), "kv_transfer_params": {"do_remote_prefill": True, **more}}
+        answer = httpx.post(f"{d.url}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from meshlm.protocol.config.kv_transfer import PageTransfer
 from meshlm.protocol.kv_transfer import MAX_BYTES, transfer_of, transfer_of_id
@@ -58,7 +59,13 @@ ID = "cmpl-___prefill_addr_10.0.1.2:21001___decode_addr_10.0.1.3:22001_93923d631
 @pytest.mark.parametrize("pushes", [False, True])
 def test_a_request_id_carries_both_addresses(role: Any, loads: bool, pushes: bool) -> None:
     transfer = PageTransfer(
-        connector="P2pNcclConnector", role=role, host="h", port=1, by_request_id=True, pushes=pushes
+        connector="P2pNcclConnector",
+        role=role,
+        host="h",
+        port=1,
+        by_request_id=True,
+        pushes=pushes,
+        remote_hosts=("10.0.1.2", "10.0.1.3"),
     )
     (found,) = transfer_of_id(ID, transfer)
     params = json.loads(found.params)
@@ -69,3 +76,29 @@ def test_a_request_id_carries_both_addresses(role: Any, loads: bool, pushes: boo
     (bare,) = transfer_of_id(ID.removeprefix("cmpl-"), transfer)
     assert json.loads(bare.params)["ticket"] == params["ticket"]  # both meshes find the same, whatever stands before
     assert transfer_of_id("cmpl-some", transfer) == ()
+    with pytest.raises(ValueError, match="remote_hosts"):
+        transfer_of_id(ID, replace(transfer, remote_hosts=("h",)))
+
+
+TICKET = {"ticket": "0a" * TICKET_BYTES}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"remote_host": "10.0.0.3"}, "remote_host"),
+        ({"remote_host": {}}, "remote_host"),
+        ({"remote_port": "5600"}, "remote_ports"),
+        ({"remote_ports": 5}, "remote_ports"),
+        ({"remote_ports": [1 << 16]}, "remote_ports"),
+        ({"ticket": "zz"}, "ticket"),
+        ({"ticket": 5}, "ticket"),
+        ({"push_host": "10.0.0.2"}, "push_host"),
+    ],
+)
+def test_pages_of_foreign_hosts_are_not_believed(given: dict[str, Any], said: str) -> None:
+    whole = {"do_remote_prefill": True, **WHERE, **TICKET}
+    hosts = ("127.0.0.1", "10.0.0.2")
+    assert transfer_of(whole, has_connector=True, hosts=hosts)
+    with pytest.raises(ValueError, match=said):
+        transfer_of(whole | given, has_connector=True, hosts=hosts)
