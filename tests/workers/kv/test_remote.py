@@ -136,6 +136,19 @@ def test_the_buffer_keeps_the_newest_and_is_bounded() -> None:
         p.connector.push([key(1)] * 3, list(p.cache[:3]), {**params, "ticket": TICKET.hex()})
 
 
+def test_pages_that_are_being_sent_are_bounded_together() -> None:
+    d = Mesh(buffer_bytes=2 * PAGE)
+    with socket.create_connection(d.server.address) as slow, socket.create_connection(d.server.address) as other:
+        send(slow, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2)))
+        assert not receive_reply(slow).error
+        send(other, Put(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(3)))
+        assert "kv_buffer_size" in receive_reply(other).error
+        for page in d.cache[:2]:
+            send_page(slow, page)
+        receive_reply(slow)
+    assert d.server.tickets.find(TICKET) is not None
+
+
 def test_a_page_with_a_wrong_sum_is_not_there() -> None:
     d = Mesh()
     with socket.create_connection(d.server.address) as connection:

@@ -104,7 +104,7 @@ class PageServer:
         if error := self._refusal(find):
             return Reply(error=error)
         keys = split(find.keys)
-        held = self.tickets.wait(find.ticket, min(find.wait_s, MAX_WAIT_S))
+        held = self.tickets.wait(find.ticket, max(0.0, min(find.wait_s, MAX_WAIT_S)))
         return Reply(bytes(held is not None and key in held.places for key in keys))
 
     def _send_pages(self, connection: socket.socket, ticket: bytes, keys: list[bytes]) -> None:
@@ -133,11 +133,18 @@ class PageServer:
         error = self._refusal(put)
         if not error and not keys:
             error = "no pages"
-        if not error and not self.tickets.has_room(len(keys)):
-            error = f"{len(keys)} pages are more than the buffer holds (kv_buffer_size)"
-        send(connection, Reply(error=error))
+        if not error and not self.tickets.receive(len(keys)):
+            error = f"{len(keys)} pages are more than the buffer has room for (kv_buffer_size)"
         if error:
+            send(connection, Reply(error=error))
             return
+        try:
+            self._receive(connection, put, keys)
+        finally:
+            self.tickets.received(len(keys))
+
+    def _receive(self, connection: socket.socket, put: Put, keys: list[bytes]) -> None:
+        send(connection, Reply())
         pages: dict[bytes, list[int | Page]] = {}
         for key in keys:
             page = np.empty(self._page_bytes, np.uint8)
@@ -177,7 +184,7 @@ class Tickets:
         self._come = threading.Condition(self.lock)
         self._held: OrderedDict[bytes, Held] = OrderedDict()
         self._room = buffer_bytes // page_bytes if page_bytes else 0
-        self._num_kept = 0
+        self._num_kept = self._num_coming = 0
 
     def leave(self, ticket: bytes, held: "Held") -> None:
         """The scheduler has leased these pages."""
@@ -193,8 +200,17 @@ class Tickets:
             self._num_kept += count
             self._add(ticket, Held(pages, num_kept=count))
 
-    def has_room(self, count: int) -> bool:
-        return count <= self._room
+    def receive(self, count: int) -> bool:
+        """Whether so many pages may be sent now; all that are being sent are no more than the buffer holds."""
+        with self.lock:
+            may = self._num_coming + count <= self._room
+            self._num_coming += count * may
+            return may
+
+    def received(self, count: int) -> None:
+        """They are here, or do not come."""
+        with self.lock:
+            self._num_coming -= count
 
     def wait(self, ticket: bytes, limit_s: float) -> Held | None:
         """What the ticket names, once it comes."""
