@@ -48,11 +48,11 @@ def test_logits_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: int)
         return usual(programs, longest if longest <= BORDER else 1 << 16, device, group, dim)
 
     usual = tiles.decode_tiles
-    for module in (triton_kit, triton_backend):
+    for module in (tiles, triton_backend):  # triton_kit reads it of the first
         monkeypatch.setattr(module, "decode_tiles", tiles_of)
     for module in (triton_kit, dispatcher):
         monkeypatch.setattr(module, "LONG_CONTEXT", BORDER)
-    for module in (triton_kit, graph_steps):
+    for module in (tiles, graph_steps):
         monkeypatch.setattr(module, "SHORT_CONTEXT", BORDER)
     monkeypatch.setattr(graph_steps, "LONG_CONTEXT", seen)
     params = SamplingParams(max_tokens=64, temperature=0.0)
