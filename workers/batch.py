@@ -85,6 +85,12 @@ class StepInputs:
     vectors: Tensor | None = None
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
     shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
+    # Of a step that verifies drafts, whose decodes are the step's first tokens, each a request of its own in `columns` (its row
+    # repeated, starts its position, ends 1, 2, ...), and the first `num_decodes` of these: the requests that they are of, in order.
+    # rows, starts: position of the first token in the step; ends: tokens up to the request's last one; 0 .. `queries` tokens each.
+    # What a token's siblings before it leave in the cache it sees, so keys and values are written before anybody attends.
+    verified: "Columns | None" = None
+    queries: int = 1
 
     @property
     def device(self) -> torch.device:

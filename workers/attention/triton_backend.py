@@ -91,7 +91,7 @@ class TritonAttention:
         extras = Extras(sliding_window, heads.softcap, heads.sinks, *scales, heads.chunk, heads.slopes)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         shared = self._shared(cache, heads, extras)
-        if decodes == columns.n and shared is None:
+        if decodes == columns.n and shared is None and self._batch.verified is None:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
             rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
             self._decode(qkv, cache, scale, out, extras, rope)
@@ -111,7 +111,7 @@ class TritonAttention:
 
     def _shared(self, cache: LayerCache, heads: AttentionShape, extras: Extras) -> SharedPrefixes | None:
         """The prefixes that decodes of this layer read together: where queries see all keys before them."""
-        if extras.span != EVERYTHING or heads.head_dim > LARGE_DIM:
+        if extras.span != EVERYTHING or heads.head_dim > LARGE_DIM or self._batch.verified is not None:
             return None
         return self._batch.shared.get(cache.group)
 

@@ -54,7 +54,8 @@ class TritonLatentAttention:
         self._batch, self._workspace, self._side = batch, workspace, side
 
     def is_few(self, columns: Columns) -> bool:
-        return columns.n <= ROWS and self._batch.num_decodes == columns.n
+        """Whether `attend_few` computes the step. It writes latents as it goes, so no token may see another of the step."""
+        return columns.n <= ROWS and self._batch.num_decodes == columns.n and self._batch.verified is None
 
     def attend_few(
         self,

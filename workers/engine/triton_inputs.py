@@ -192,19 +192,15 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
     assert batch.columns is not None
     of, tokens = batch.columns, len(batch.input_ids)
     rows, starts, ends, size, tables = of.rows, of.starts, of.ends, of.n, of.blocks
+    verified = (None, None) if batch.verified is None else _halves_of_requests(batch.verified, cut)
     if batch.num_decodes == size == tokens:
-        columns = [
+        columns = (
             Columns(rows[:cut].clone(), starts[:cut].clone(), ends[:cut].clone(), cut, tables),
             Columns(rows[cut:].clone(), starts[cut:].clone(), ends[cut:] - cut, size - cut, tables),
-        ]
+        )
         decodes = (cut, size - cut)
     else:
-        before = torch.cat((ends.new_zeros(1), ends[:-1]))
-        later = starts + (cut - before).clamp(min=0).minimum(ends - before)
-        columns = [
-            Columns(rows, starts, ends.clamp(max=cut), size, tables),
-            Columns(rows, later, (ends - cut).clamp(min=0), size, tables),
-        ]
+        columns = _halves_of_requests(of, cut)
         decodes = (UNKNOWN, UNKNOWN)
     parts = (slice(0, cut), slice(cut, tokens))
     first, second = (
@@ -220,7 +216,18 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
             places=None,
             vectors=None if batch.vectors is None else batch.vectors[part],
             shared={},
+            verified=checked,
         )
-        for part, num_decodes, mine in zip(parts, decodes, columns, strict=True)
+        for part, num_decodes, mine, checked in zip(parts, decodes, columns, verified, strict=True)
     )
     return first, second
+
+
+def _halves_of_requests(of: Columns, cut: int) -> tuple[Columns, Columns]:
+    """The same requests with those of their tokens that are before the step's token `cut`, and with the others."""
+    before = torch.cat((of.ends.new_zeros(1), of.ends[:-1]))
+    later = of.starts + (cut - before).clamp(min=0).minimum(of.ends - before)
+    return (
+        Columns(of.rows, of.starts, of.ends.clamp(max=cut), of.n, of.blocks),
+        Columns(of.rows, later, (of.ends - cut).clamp(min=0), of.n, of.blocks),
+    )
