@@ -8,6 +8,8 @@ Statistics in float32. One program a row: the row stays in registers between the
 a sum (kernels/small_m_gemm), which are added up first.
 """
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -63,24 +65,25 @@ def _warps(block: int) -> int:
     return min(16, max(4, block // 512))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [m, n] (rows may be strided) -> [m, n]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, options: Mapping[str, bool] | None = None) -> Tensor:
+    """x [m, n] (rows may be strided) -> [m, n]. options: of the launch, for all numbers of rows; None: by their number."""
     rows, columns = x.shape
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(columns)
     _rms_norm[(rows,)](
         x, x, weight, x, out, x.stride(0), 0, columns, eps, 0.0, SPLITS=0, ADD=False, OWN=False, BLOCK=block,
-        num_warps=_warps(block), **pdl.options(x, rows),
+        num_warps=_warps(block), **(options or pdl.options(x, rows)),
     )  # fmt: skip
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None = None
-) -> Tensor:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, own: tuple[Tensor, float] | None = None, *,
+    options: Mapping[str, bool] | None = None,
+) -> Tensor:  # fmt: skip
     """residual [m, n] += x [m, n] (or the sum of x [s, m, n], float32, dense), in place; the norm of that [m, n].
 
-    own: weight and eps of a norm of x, or of that sum, before it is added."""
+    own: weight and eps of a norm of x, or of that sum, before it is added. options: see `rms_norm`."""
     rows, columns = residual.shape
     splits = x.shape[0] if x.dim() == 3 else 0
     out = torch.empty_like(residual)
@@ -89,6 +92,7 @@ def add_rms_norm(
     warps = _warps(block) if splits < MANY_PARTS else min(16, max(4, block // 128))  # all parts are asked for at once
     _rms_norm[(rows,)](
         x, residual, weight, own_weight, out, x.stride(-2), rows * columns, columns, eps, own_eps,
-        SPLITS=splits, ADD=True, OWN=own is not None, BLOCK=block, num_warps=warps, **pdl.options(x, 0 if splits else rows),
+        SPLITS=splits, ADD=True, OWN=own is not None, BLOCK=block, num_warps=warps,
+        **(options or pdl.options(x, 0 if splits else rows)),
     )  # fmt: skip
     return out

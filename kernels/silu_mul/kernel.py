@@ -52,13 +52,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return act_mul(gate_up, "silu")
 
 
-def act_mul(gate_up: Tensor, act: str) -> Tensor:
-    """[m, 2n], dense -> [m, n]. act: one of ACTS; ValueError for another."""
+def act_mul(gate_up: Tensor, act: str, block: int = 0) -> Tensor:
+    """[m, 2n], dense -> [m, n]. act: one of ACTS; ValueError for another. block: columns of a program; 0: by the number of rows."""
     if act not in ACTS:
         raise ValueError(f"{act}: no activation of {', '.join(ACTS)}")
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
-    block = 512 if rows < 64 else min(4096, triton.next_power_of_2(columns))
+    block = block or (512 if rows < 64 else min(4096, triton.next_power_of_2(columns)))
     _act_mul[(rows, triton.cdiv(columns, block))](
         gate_up, out, columns, ACT=ACTS.index(act), BLOCK=block, num_warps=max(4, block // 512), **pdl.options(gate_up),
     )  # fmt: skip

@@ -78,7 +78,10 @@ class ModelEngine:
             report("weights", done // MB, total // MB, "MB")
 
         self.weights_plan = weights_plan(config, device, self._others, placement.shard, self._cache_dtype)
-        self.model = load_model(resolved, device, config.model.seed or 0, progress, placement.shard, self.weights_plan)
+        seed, exact = config.model.seed or 0, config.worker.deterministic
+        self.model = load_model(
+            resolved, device, seed, progress, placement.shard, self.weights_plan, deterministic=exact
+        )
         self.draft_plan: WeightsPlan | None = None
         self.draft_model = self._load_drafter(progress)
         for model in self.models:

@@ -74,6 +74,8 @@ def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
     torch.set_grad_enabled(False)
     check_gpu()
     gpu = placement.take_gpu()
+    if config.worker.deterministic:
+        return _in_memory(lambda: _invariant_engine(config, gpu, report, placement))
     backend = choose_backend(config, gpu, placement)
     if not backend.graphs:
         _say_why(config, gpu, placement)
@@ -91,6 +93,24 @@ def _gpu_engine(config: MeshConfig, report: ProgressReport, placement: WorkerPla
     except WrongStates as error:
         reason = str(error)
     return _in_memory(lambda: _without_kernels(config, gpu, report, placement, reason))
+
+
+def _invariant_engine(
+    config: MeshConfig, gpu: torch.device, report: ProgressReport, placement: WorkerPlacement
+) -> ModelEngine:
+    """The engine of --deterministic on a GPU. ProcessFatal where it is not proven for this GPU."""
+    from meshlm.workers.attention.invariant_backend import InvariantBackend
+    from meshlm.workers.engine.invariant_kit import InvariantKit
+
+    backend, resolved = InvariantBackend(), config.require_resolved()
+    spec, size = _with_pages(config, resolved.spec, placement)
+    if reason := backend.unsupported(spec, gpu, DTYPES[resolved.dtype], size):
+        raise ProcessFatal(f"--deterministic: {reason}; leave it out")
+    return start.retry_without(
+        lambda: ModelEngine(config, gpu, backend, InvariantKit(), report, placement),
+        start.folder(),
+        alone=placement.shard.size == 1,
+    )
 
 
 def _without_kernels(

@@ -83,7 +83,7 @@ class TritonKit(TorchKit):
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)
             ]
-        engine.rows.prefixes = _shared_prefixes(engine)
+        engine.rows.prefixes = self.shared_prefixes(engine)
         self._padded = PaddedStep(engine.compute, engine.shard, self._inputs, self._head)
         size = engine.shard.tp_size
 
@@ -130,6 +130,13 @@ class TritonKit(TorchKit):
             variant = tiles.Variant(*shape, engine.dtype, windowed, cap > 0, spec.attention_sinks)
             if reason := self_test_hopper(variant, engine.device, cap, launched=launched):
                 _log.warning("attention of prompts runs without Hopper's kernel", reason=reason, windows=windowed)
+
+    def product_rows(self, engine: ModelEngine) -> set[int]:
+        """So many tokens meet every variant of the kernels of plain products."""
+        return small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+
+    def shared_prefixes(self, engine: ModelEngine) -> PrefixTables | None:
+        return _shared_prefixes(engine)
 
     def attention_wave(self, engine: ModelEngine) -> int:
         """The wave of Hopper's kernel; other kernels' tiles are small."""
@@ -230,7 +237,7 @@ class TritonKit(TorchKit):
             decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
         prompt = min(tokens, resolved.max_model_len)
-        sizes = small_m_gemm.warm_rows() | gate_up_silu.warm_rows() | engine.model.warm_rows(tokens)
+        sizes = self.product_rows(engine) | engine.model.warm_rows(tokens)
         for counts in steps_to_warm_up(decodes, sizes, most, prompt, tokens):
             engine.dummy_step(counts)
         if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some

@@ -91,6 +91,9 @@ class Ops(Protocol):
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """[m, inputs] -> [m, outputs]."""
 
+    def linear_into(self, x: Tensor, packed: Tensor, out: Tensor) -> Tensor:
+        """[m, inputs] -> out [m, outputs], of a weight that is not packed (GPU)."""
+
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         """Rows [t, size] of a table, which may be packed."""
 
@@ -177,6 +180,9 @@ class Composed:
     gated_norm = staticmethod(gated_norm)
     select_experts = staticmethod(select_experts)
     slots_of = staticmethod(slots_of)
+
+    def linear_into(self, x: Tensor, packed: Tensor, out: Tensor) -> Tensor:
+        return torch.mm(x, packed.t(), out=out)
 
     def rows(self, ids: Tensor, table: Tensor, size: int) -> Tensor:
         return F.embedding(ids, table)
@@ -314,3 +320,12 @@ def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
         return TritonOps()
     return TorchOps()
+
+
+def make_invariant_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Those of --deterministic: no row depends on others. On a CPU none ever does."""
+    if device.type == "cpu":
+        return make_ops(device, dtype)
+    from meshlm.workers.layers.invariant_ops import InvariantOps
+
+    return InvariantOps()

@@ -19,7 +19,12 @@ class SummingOps:
         """whole: all layers are here, so that a step ends with a norm."""
         self.base, self._comm = base, comm
         self._one_row = comm.one_row if whole else None
-        self.pack, self.linear, self.rms_norm = base.pack, base.linear, base.rms_norm
+        self.pack, self.linear, self.linear_into, self.rms_norm = (
+            base.pack,
+            base.linear,
+            base.linear_into,
+            base.rms_norm,
+        )
         self.act_mul, self.rows, self.add_rms_norm = base.act_mul, base.rows, base.add_rms_norm
         self.select_experts, self.latent_cache, self.rope_cache = (
             base.select_experts,

@@ -23,7 +23,7 @@ from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_ops
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_invariant_ops, make_ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.models.classifier import Classifier
@@ -140,6 +140,7 @@ class Decoder(nn.Module):
     and what it does differently around them (gemma.py)."""
 
     classes: ClassVar[LayerClasses] = LayerClasses()
+    deterministic = False  # --deterministic, which is said before `prepare`
 
     def __init__(self, spec: ModelSpec, max_len: int, shard: Shard = WHOLE) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
-        self.ops = make_ops(device, dtype)
+        self.ops = (make_invariant_ops if self.deterministic else make_ops)(device, dtype)
         if self.classifier is not None and self.spec.head is not None and self.spec.head.token_ids:
             if self.head is not None:
                 self.classifier.take(self.head.format.values(self.head))
@@ -377,7 +378,7 @@ class Decoder(nn.Module):
                     return whole
             return self.comm.gather(self._head_product(hidden, plain=plain), self.spec.vocab_size, out)
         if out is not None and plain:
-            return torch.mm(hidden, self._head_weight.t(), out=out)
+            return self.ops.linear_into(hidden, self._head_weight, out)
         found = self._head_product(hidden, plain=plain)
         return found if out is None else out.copy_(found)
 

@@ -97,6 +97,7 @@ class LogitsSampler:
         self._model, self._rows, self._device = model, rows, device
         count, vocab = rows.max_rows, model.spec.vocab_size
         lines = self._lines = min(count, lines)
+        self.alone = False  # log-probabilities and the general sampler take line by line, as if each were the only one
         self.logits = torch.empty(lines, vocab, dtype=dtype, device=device)
         self.hidden = torch.empty(count, model.spec.hidden_size, dtype=dtype, device=device)
         self.sampled = torch.zeros(count, dtype=torch.int32, device=device)
@@ -181,9 +182,9 @@ class LogitsSampler:
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
         needy, mask = columns.need_torch(at.rows, at.output_index), self._mask
-        self._mask = None
-        for begin in range(0, len(needy), LINES_BY_TORCH):
-            lines = needy[begin : begin + LINES_BY_TORCH]
+        self._mask, at_once = None, 1 if self.alone else LINES_BY_TORCH
+        for begin in range(0, len(needy), at_once):
+            lines = needy[begin : begin + at_once]
             some, index = at.some(lines), put(lines, self._device)
             logits = self._model.logits(self.hidden[index])
             if mask is not None:
@@ -223,7 +224,7 @@ class LogitsSampler:
             chosen = put(padded, self._device)
         index = put(lines, self._device)
         hidden, token_ids = self.hidden[index], self.sampled[index].long().clamp_(min=0)
-        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen)
+        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen, alone=self.alone)
         named = zip(places[lines].tolist(), widths, strict=True)
         return [Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])]
 

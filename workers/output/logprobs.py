@@ -37,13 +37,23 @@ def packed(logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None 
 
 
 def in_chunks(
-    hidden: Tensor, token_ids: Tensor, width: int, logits_of: Callable[[Tensor], Tensor], chosen: Tensor | None = None
+    hidden: Tensor,
+    token_ids: Tensor,
+    width: int,
+    logits_of: Callable[[Tensor], Tensor],
+    chosen: Tensor | None = None,
+    *,
+    alone: bool = False,
 ) -> Tensor:
-    """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time."""
+    """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time.
+
+    alone: line by line, as if each were the only one (a sum of torch's follows the number of lines and where they lie)."""
     parts = []
     for begin in range(0, len(token_ids), LINES):
         some = slice(begin, begin + LINES)
-        parts.append(packed(logits_of(hidden[some]), token_ids[some], width, None if chosen is None else chosen[some]))
+        logits, ids, asked = logits_of(hidden[some]), token_ids[some], None if chosen is None else chosen[some]
+        each = [slice(nth, nth + 1) for nth in range(len(ids))] if alone else [slice(None)]
+        parts += [packed(logits[one], ids[one], width, None if asked is None else asked[one]) for one in each]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -108,24 +118,33 @@ class PromptLogprobsStep(StepExtra[Tensor]):
 
     why_no_graph = "prompt_logprobs"
 
-    def __init__(self, spans: list[PromptSpan], tokens: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
-        """tokens int32 [rows, length]: all, by row."""
-        self._spans, self._tokens, self._logits_of = spans, tokens, logits_of
+    def __init__(
+        self, spans: list[PromptSpan], tokens: Tensor, logits_of: Callable[[Tensor], Tensor], *, alone: bool = False
+    ) -> None:
+        """tokens int32 [rows, length]: all, by row. alone: see `in_chunks`."""
+        self._spans, self._tokens, self._logits_of, self._alone = spans, tokens, logits_of, alone
         self._found: list[Details] = []
 
     def after_model(self, hidden: Tensor) -> None:
         for place, row, begin, position, count, width in self._spans:
             following = self._tokens[row, position : position + count]
-            self._found.append(prompt_logprobs(hidden[begin : begin + count], following, place, width, self._logits_of))
+            states = hidden[begin : begin + count]
+            self._found.append(prompt_logprobs(states, following, place, width, self._logits_of, alone=self._alone))
 
     def findings(self) -> StepFindings:
         return StepFindings(prompt_logprobs=columns_by_place(self._found))
 
 
 def prompt_logprobs(
-    hidden: Tensor, following: Tensor, place: int, width: int, logits_of: Callable[[Tensor], Tensor]
+    hidden: Tensor,
+    following: Tensor,
+    place: int,
+    width: int,
+    logits_of: Callable[[Tensor], Tensor],
+    *,
+    alone: bool = False,
 ) -> Details:
     """Gives the log-probabilities of the prompt tokens `following` [p] of the request at this place, given the hidden states [p,
-    hidden] before each."""
-    packed = logprobs.in_chunks(hidden, following.long(), width, logits_of)
+    hidden] before each. alone: see `in_chunks`."""
+    packed = logprobs.in_chunks(hidden, following.long(), width, logits_of, alone=alone)
     return Details(packed, [Part(place, 0, len(hidden), width)])

@@ -48,11 +48,12 @@ def load_model(
     plan: WeightsPlan | None = None,
     *,
     prepare: bool = True,
+    deterministic: bool = False,
 ) -> Decoder:
     """This shard of the model on its device, in its dtype. `progress` gets bytes done and in all. ProcessFatal.
 
     plan: for packed weights; None: as --gguf-weights auto and --cpu-exact on a CPU, without decoded copies. prepare: else it has the
-    parameters that files fill."""
+    parameters that files fill. deterministic: --deterministic."""
     if resolved.spec.transformers is not None and prepare:
         return _of_transformers(resolved, device, seed, progress, shard)
     with default_dtype(DTYPES[resolved.dtype]):
@@ -68,6 +69,7 @@ def load_model(
         check_finite(model, resolved.model_path)
     if not prepare:
         return model
+    model.deterministic = deterministic
     model.prepare(device, DTYPES[resolved.dtype])
     if device.type == "cuda":
         torch.cuda.empty_cache()  # or what comes next settles in the tensors' large blocks, which then stay
