@@ -1,12 +1,15 @@
-"""GET /server_info: what drafts tokens, by vLLM's names. The rest is rendering/test_rendering.py's, by the route."""
+"""GET /server_info and /tokenizer_info, by vLLM's names."""
 
+import json
 from typing import Any
 
+import httpx
 import pytest
 from parsing import RESOLVED
+from scripted import Scripted
 
 from meshlm.frontend.observe.information import vllm_config
-from meshlm.protocol.config import MeshConfig, SpeculativeConfig
+from meshlm.protocol.config import MeshConfig, ServerConfig, SpeculativeConfig
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2)
 RATES = SpeculativeConfig(
@@ -49,3 +52,28 @@ RATES = SpeculativeConfig(
 )
 def test_what_drafts_is_told_with_its_own_settings(speculative: SpeculativeConfig, said: dict[str, Any] | None) -> None:
     assert vllm_config(MeshConfig(speculative=speculative, resolved=RESOLVED))["speculative_config"] == said
+
+
+async def test_information_needs_its_flags_and_tells_no_key() -> None:
+    server = Scripted(ServerConfig(server_dev_mode=True, enable_tokenizer_info_endpoint=True, api_key=("s3cret",)))
+    transport = httpx.ASGITransport(app=server.app)
+    headers = {"Authorization": "Bearer s3cret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
+        text = (await client.get("/server_info")).json()
+        found = (await client.get("/server_info?config_format=json")).json()
+        assert isinstance(text["meshlm_config"], str)
+        assert isinstance(text["vllm_config"], str)
+        theirs = found["vllm_config"]  # what TRL's client and vLLM's own tests read
+        assert theirs["model_config"]["logprobs_mode"] == "raw_logprobs"
+        assert theirs["model_config"]["max_logprobs"] == 20
+        assert theirs["parallel_config"]["data_parallel_size"] == 1
+        assert theirs["weight_transfer_config"] is None
+        assert found["meshlm_config"]["server"]["api_key"] == "***"
+        assert "s3cret" not in json.dumps([text, found])
+        assert (await client.get("/server_info?config_format=x")).status_code == 400
+        assert (await client.get("/tokenizer_info")).json()["tokenizer_class"]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=Scripted().app), base_url="http://localhost"
+    ) as client:
+        assert "--server-dev-mode" in (await client.get("/server_info")).text
+        assert "--enable-tokenizer-info-endpoint" in (await client.get("/tokenizer_info")).text
