@@ -1,9 +1,8 @@
-"""Every family of the registry answers through the whole mesh, with small random weights.
+"""Models of each kind that the registry knows answer through the whole mesh, with small random weights.
 
-test_whisper.py has the one that transcribes, tests/workers/models/test_vector_families.py every name of those that give vectors.
+tests/workers/models/test_families.py has every name of the registry, without processes; test_whisper.py the one that transcribes.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,28 @@ def serving_what(*wanted: Serves) -> dict[str, Family]:
     return {name: family for name, family in families().items() if family.serves in wanted}
 
 
-def vector_families() -> Iterator[str]:
-    """All encoders, and of decoders one name for each class that computes them."""
-    of_model: dict[str, list[str]] = {}
-    for name, family in serving_what(Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES).items():
-        of_model.setdefault(family.model, []).append(name)
-    for nth, (model, names) in enumerate(sorted(of_model.items())):
-        is_encoder = model.endswith((":Bert", ":ModernBert"))
-        yield from names if is_encoder else [names[nth % len(names)]]
+def one_of_each(names: dict[str, list[str]]) -> list[str]:
+    """One name of each list: the first, the second, the third, so that not all are of the same family."""
+    return [found[nth % len(found)] for nth, (_, found) in enumerate(sorted(names.items()))]
+
+
+def text_families() -> list[str]:
+    """One name for each class that computes them."""
+    of_class: dict[str, list[str]] = {}
+    for name, family in serving_what(Serves.TEXT).items():
+        of_class.setdefault(family.model, []).append(name)
+    return one_of_each(of_class)
+
+
+def vector_families() -> list[str]:
+    """One name for each module that computes them, and for all that encoders and decoders give."""
+    of_module: dict[str, list[str]] = {}
+    of_task: dict[str, list[str]] = {}
+    for name, family in serving_what(Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES, Serves.REWARDS).items():
+        module, _, _ = family.model.partition(":")
+        of_module.setdefault(module, []).append(name)
+        of_task.setdefault(f"{module.endswith('bert')} {family.serves}", []).append(name)
+    return sorted({*one_of_each(of_module), *one_of_each(of_task)})
 
 
 def answer_of(server: Serving, path: str, **body: Any) -> Any:
@@ -43,7 +56,7 @@ def starting_line(server: Serving) -> str:
     return next(line for line in server.lines if "starting " in line)
 
 
-@pytest.mark.parametrize("architecture", list(serving_what(Serves.TEXT)))
+@pytest.mark.parametrize("architecture", text_families())
 def test_a_completion(architecture: str, tmp_path: Path) -> None:
     folder = str(folder_of(architecture, tmp_path))
     with serving(folder, *FLAGS, "--load-format", "dummy", "--max-model-len", "64") as server:
@@ -52,7 +65,7 @@ def test_a_completion(architecture: str, tmp_path: Path) -> None:
     assert (found["usage"]["prompt_tokens"], found["usage"]["completion_tokens"]) == (5, 3)
 
 
-@pytest.mark.parametrize("architecture", list(vector_families()))
+@pytest.mark.parametrize("architecture", vector_families())
 def test_a_vector(architecture: str, tmp_path: Path) -> None:
     folder = str(folder_of(architecture, tmp_path))
     with serving(folder, *FLAGS, "--load-format", "dummy", "--max-model-len", "64") as server:
