@@ -154,7 +154,7 @@ def plain_help(words: Sequence[str]) -> list[str]:
 
 
 def flag_help_lines(word: str) -> list[str]:
-    every = list(settings())
+    every = settings()
     groups = list(dict.fromkeys(setting.section for setting in every))
     if word == GROUPS:
         return [f"groups for --help=GROUP: {', '.join(groups)}"]

@@ -7,6 +7,7 @@ description is what flags come to, and none itself. Nothing here knows what a se
 import argparse
 import math
 from collections.abc import Iterator, Mapping
+from functools import cache
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -39,8 +40,13 @@ class Setting(NamedTuple):
         return bool(self.meta and (self.meta.extra or {}).get("repeat"))
 
 
-def settings() -> Iterator[Setting]:
+@cache
+def settings() -> tuple[Setting, ...]:
     """All settings of the tree, section by section."""
+    return tuple(_read_settings())
+
+
+def _read_settings() -> Iterator[Setting]:
     sections = get_type_hints(MeshConfig)
     for section, struct in sections.items():
         if not (isinstance(struct, type) and issubclass(struct, Struct)):

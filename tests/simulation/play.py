@@ -1,6 +1,6 @@
-"""Plays histories FIRST, FIRST + STEP, ... below END; says "wrong SEED" of each that goes wrong, and at the end "played N".
+"""Plays the histories whose seeds stand on its standard input; says "wrong SEED" of each that goes wrong, and at the end "played N".
 
-    python -P tests/simulation/play.py FIRST END STEP
+    seq 0 999 | python -P tests/simulation/play.py
 
 A program of its own, so that test_histories.py can use two cores. Each world is one big cycle of objects, and taking it apart costs
 more than a tenth of playing it: so children play, a batch each, and end with all that they made.
@@ -35,9 +35,8 @@ def play(seeds: Sequence[int]) -> int:
 
 
 def main() -> int:
-    first, end, step = map(int, sys.argv[1:4])
-    seeds = range(first, end, step)
-    violation(make(first))  # what is made once: every child has it then
+    seeds = list(map(int, sys.stdin.read().split()))
+    violation(make(seeds[0]))  # what is made once: every child has it then
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -4,7 +4,7 @@ In every history each client gets what an undisturbed run gives, once, in order,
 every event; and when the faults are over the mesh is whole again, and empty.
 
     MESHLM_SIM_SEED=N         play history N alone and print its story when it goes wrong
-    MESHLM_SIM_HISTORIES=N    play N histories instead of 10,000 (MESHLM_SIM_FIRST: the first seed)
+    MESHLM_SIM_HISTORIES=N    play N histories instead of those of 10,000 that choice.py finds (MESHLM_SIM_FIRST: the first seed)
     MESHLM_SIM_ALL=1          with the faults that are known to be too much (faults.py: OFF)
 """
 
@@ -12,9 +12,12 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from choice import chosen
 from faults import OFF, Kind, Shape
 from history import History, shrunk, violation
 from mock_worker import Computed, Model
@@ -26,8 +29,9 @@ from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.kv import ChunkedAttention, FullAttention, KVSpec, SlidingWindow
 from meshlm.protocol.pool import PoolKind
 
-HISTORIES = int(os.environ.get("MESHLM_SIM_HISTORIES", "10000"))
 FIRST = int(os.environ.get("MESHLM_SIM_FIRST", "0"))
+WANTED = os.environ.get("MESHLM_SIM_HISTORIES")
+DRAWN = 10_000
 PLAY = Path(__file__).with_name("play.py")
 PLAYERS = min(2, len(os.sched_getaffinity(0)))
 LIMIT_S = 900
@@ -41,20 +45,21 @@ def test_any_history_gives_every_client_its_tokens_and_leaves_nothing_behind() -
         if violation(make(int(wanted))):
             tell(int(wanted))
         return
-    players = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(PLAY), str(FIRST + number), str(FIRST + HISTORIES), str(PLAYERS)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(PLAYERS)
-    ]
-    said = [line.split() for player in players for line in player.communicate(timeout=LIMIT_S)[0].splitlines()]
+    seeds = range(FIRST, FIRST + int(WANTED)) if WANTED else chosen(range(FIRST, FIRST + DRAWN))
+    with ThreadPoolExecutor(PLAYERS) as pool:
+        said = [line for lines in pool.map(played, (seeds[nth::PLAYERS] for nth in range(PLAYERS))) for line in lines]
     if wrong := sorted(int(seed) for word, seed in said if word == "wrong"):
         tell(wrong[0])
-    played = sum(int(count) for word, count in said if word == "played")
-    assert played == HISTORIES, "a player ended before its last history"
-    print(f"{played} histories, without: {', '.join(kind.name for kind in OFF) or 'nothing'}")
+    num_played = sum(int(count) for word, count in said if word == "played")
+    assert num_played == len(seeds), "a player ended before its last history"
+    print(f"{num_played} histories, without: {', '.join(kind.name for kind in OFF) or 'nothing'}")
+
+
+def played(seeds: Sequence[int]) -> list[list[str]]:
+    """What play.py says of them, word by word."""
+    command, words = [sys.executable, "-P", str(PLAY)], " ".join(map(str, seeds))
+    done = subprocess.run(command, input=words, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+    return [line.split() for line in done.stdout.splitlines()]
 
 
 def tell(seed: int) -> None:
