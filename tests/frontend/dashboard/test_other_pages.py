@@ -29,13 +29,6 @@ const done = Promise.all(Object.entries(tries).map(async ([name, attempt]) => {
 </script>"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = Browser()
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def keyless() -> Iterator[Site]:
     found = Site()

@@ -27,13 +27,6 @@ def site() -> Iterator[Site]:
     found.stop()
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    found = Browser()
-    yield found
-    found.close()
-
-
 @pytest.fixture
 def page(site: Site, browser: Browser) -> Browser:
     """The page, with its key, and with nothing of a test before."""

@@ -4,22 +4,18 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from doubles import plays_all_parts
+from doubles import backend_without_mesh
 from parsing import RESOLVED
 from waiting import until
 
 from meshlm.frontend.http import bodies
 from meshlm.frontend.http.errors import HttpError
-from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai import limits
-from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
-from meshlm.protocol.config import MeshConfig, ServerConfig
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 MB = 1 << 20
@@ -27,19 +23,7 @@ LONG = "x" * bodies.LARGE_BYTES
 
 
 def client(**server: Any) -> tuple[Application, httpx.AsyncClient]:
-    backend: Any = plays_all_parts(
-        SimpleNamespace(
-            config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
-            resolved=RESOLVED,
-            version="1.2",
-            refusal=lambda *, attaches: "",
-            refused=lambda seconds: None,
-            ignored=lambda unknown, path: None,
-            rates=RateLimits(""),
-            poison=PoisonBodies(),
-        )
-    )
-    routes = Application(backend)
+    routes = Application(backend_without_mesh(**server))
     transport, headers = httpx.ASGITransport(routes.app()), {"Content-Type": "application/json"}
     return routes, httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers)
 

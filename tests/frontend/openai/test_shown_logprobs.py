@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
-from scripted import Scripted
+from scripted import Scripted, post
 
 from meshlm.protocol.config import ServerConfig
 from meshlm.protocol.edges.text import PositionLogprobs, TokenLogprob
@@ -15,14 +14,6 @@ USER = {"role": "user", "content": "hi"}
 
 def entry(token: int) -> TokenLogprob:
     return TokenLogprob(token, -1.0, 1, f"<{token}>", b"")
-
-
-async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
-    transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.text if answer.headers["content-type"].startswith("text/event-stream") else answer.json()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-from letters import post
-from scripted import NUM_PROMPT, Scripted
+from scripted import NUM_PROMPT, Scripted, post
 
 USER = {"role": "user", "content": "hi"}
 

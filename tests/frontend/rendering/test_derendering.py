@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from letters import Letters, post
+from letters import Letters
+from scripted import post
 
 from meshlm.protocol.config import ServerConfig
 

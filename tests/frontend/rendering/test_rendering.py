@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from letters import Letters, post
-from scripted import NUM_PROMPT
+from letters import Letters
+from scripted import NUM_PROMPT, post
 
 from meshlm.frontend.rendering.schema import GenerateRequest
 from meshlm.frontend.rendering.tokens import completion_of

@@ -3,34 +3,21 @@
 import base64
 import hashlib
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from doubles import plays_all_parts
+from doubles import backend_without_mesh
 from parsing import RESOLVED
 from route_groups import DASHBOARD, DOCUMENTATION, OPERATIONS
 
-from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.routes.application import Application
-from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
 def client(**server: Any) -> httpx.AsyncClient:
-    backend: Any = plays_all_parts(
-        SimpleNamespace(
-            config=MeshConfig(server=ServerConfig(**server), resolved=RESOLVED),
-            resolved=RESOLVED,
-            version="1.2",
-            refusal=lambda *, attaches: "",
-            refused=lambda seconds: None,
-            ignored=lambda unknown, path: None,
-            poison=PoisonBodies(),
-            rates=None,
-        )
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(Application(backend_without_mesh(**server)).app()), base_url="http://localhost"
     )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(Application(backend).app()), base_url="http://localhost")
 
 
 @pytest.mark.parametrize("op", DOCUMENTATION, ids=lambda op: op.path)

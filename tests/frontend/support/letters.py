@@ -1,8 +1,5 @@
 """A frontend without a mesh whose tokens are letters."""
 
-from typing import Any
-
-import httpx
 from scripted import Scripted
 
 from meshlm.protocol.edges.text import Detokenize, DetokenizeReply, TextPrompt, Tokenize, TokenizeReply
@@ -24,11 +21,3 @@ class Letters(Scripted):
         places = pack_i32([place for at in range(len(text)) for place in (at, at + 1)]) if message.want_offsets else b""
         mask = b"\1\0\0\1" if message.want_assistant_mask else b""  # of "chat"
         return TokenizeReply(message.handle, pack_i32(list(text.encode())), (), places, 2048, assistant_mask=mask)
-
-
-async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
-    transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.text if answer.headers["content-type"].startswith("text/event-stream") else answer.json()

@@ -5,6 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 from doubles import plays_all_parts
 from msgspec import Struct
 from parsing import RESOLVED
@@ -199,3 +200,12 @@ class Scripted:
 
     async def scrape(self, stats: MeshStats) -> bytes:
         return b""
+
+
+async def post(server: Scripted, path: str, body: Any, status: int = 200) -> Any:
+    """What it answers: the text of a stream, else the decoded JSON."""
+    transport = httpx.ASGITransport(app=server.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.text if answer.headers["content-type"].startswith("text/event-stream") else answer.json()

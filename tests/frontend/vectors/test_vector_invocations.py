@@ -3,10 +3,9 @@
 from array import array
 from typing import Any
 
-import httpx
 import pytest
 from msgspec.structs import replace
-from scripted import Scripted
+from scripted import Scripted, post
 
 from meshlm.protocol.edges.text import Submit
 from meshlm.protocol.pool import PoolKind
@@ -29,14 +28,6 @@ class Vectors(Scripted):
         for choice in choices:
             choice.pooled = array("f", [0.25, 0.75]).tobytes()
         super().open(choices, submit)
-
-
-async def post(server: Scripted, body: dict[str, Any], status: int = 200) -> Any:
-    transport = httpx.ASGITransport(app=server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        answer = await client.post("/invocations", json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 @pytest.mark.parametrize("body", [{"input": "hi"}, {"messages": MESSAGES}])
