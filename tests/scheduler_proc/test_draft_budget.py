@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.scheduler_proc.acceptance import F64
 from meshlm.scheduler_proc.draft_budget import PROBE_AFTER, DraftBudget
 
 DRAFTS, STEPS, IN_FLIGHT, NOISE = 5, 2000, 2, 0.05
@@ -54,26 +53,23 @@ class Device:
         self._inflight: deque[tuple[list[int], list[int], float]] = deque()
 
     def run(self, num_steps: int, late: bool) -> None:
+        rates, rows = self._rates[late], self.num_rows
+        gains = np.hstack([np.zeros((rows, 1)), rates.cumprod(axis=1).cumsum(axis=1)])  # of each number of drafts
+        for number in range(DRAFTS + 1):
+            one = rows + gains[:, number].sum(), self._seconds(rows, rows * (1 + number))
+            self.fixed[number] += num_steps * np.array(one)
         for _ in range(num_steps):
-            counts = self.budget.choose(range(self.num_rows), [DRAFTS] * self.num_rows, 10_000)
+            counts = self.budget.choose(range(rows), [DRAFTS] * rows, 10_000)
             self.chosen.append(counts)
-            rates = self._rates[late]
-            gains = rates.cumprod(axis=1)
-            self._sum(counts, gains)
-            accepted = [self._accept(rates[row], count) for row, count in enumerate(counts)]
-            duration_s = self._seconds(self.num_rows, self.num_rows + sum(counts))
+            duration_s = self._seconds(rows, rows + sum(counts))
+            self.tokens += rows + float(gains[range(rows), counts].sum())
+            self.seconds += duration_s
+            accepted = [self._accept(row_rates, count) for row_rates, count in zip(rates.tolist(), counts, strict=True)]
             self._inflight.append((counts, accepted, duration_s * self._dice.gauss(1.0, NOISE)))
             if len(self._inflight) == IN_FLIGHT:
                 self._result(*self._inflight.popleft())
 
-    def _sum(self, counts: list[int], gains: F64) -> None:
-        rows = self.num_rows
-        self.tokens += rows + sum(float(gains[row, :count].sum()) for row, count in enumerate(counts))
-        self.seconds += self._seconds(rows, rows + sum(counts))
-        for number in range(DRAFTS + 1):
-            self.fixed[number] += rows + gains[:, :number].sum(), self._seconds(rows, rows * (1 + number))
-
-    def _accept(self, rates: F64, count: int) -> int:
+    def _accept(self, rates: list[float], count: int) -> int:
         return next((position for position in range(count) if self._dice.random() >= rates[position]), count)
 
     def _result(self, counts: list[int], accepted: list[int], duration_s: float) -> None:

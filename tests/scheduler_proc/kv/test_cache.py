@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_device import BLOCK, FULL, GROUPS, Device, request_of
+from kv_device import BLOCK, FULL, GROUPS, Device, request_of, take_turn
 
 from meshlm.protocol.kv import ChunkedAttention, KVSpec, RecurrentState, SlidingWindow
 from meshlm.protocol.wire.columns import ints, pack_i32
@@ -21,25 +21,7 @@ def test_any_requests(data: st.DataObject) -> None:
     device = Device(draw(st.sampled_from(GROUPS)), draw(st.integers(8, 40)))
     texts: list[list[int]] = [[]]
     for _ in range(draw(st.integers(1, 25))):
-        match draw(st.sampled_from(["start", "go on", "go on", "end", "reset"])):
-            case "start":
-                text = draw(st.sampled_from(texts))[: draw(st.integers(0, 40))] + draw(
-                    st.lists(st.integers(0, 2), min_size=1, max_size=25)
-                )
-                texts.append(text)
-                device.start(text, draw(st.sampled_from(["", "", "s"])), draw(st.integers(1, 60)))
-            case "go on" if device.running:
-                request = draw(st.sampled_from(device.running))
-                left = len(request.tokens) - request.num_computed
-                if not left:
-                    request.tokens.extend([draw(st.integers(0, 2))] * draw(st.integers(1, 6)))
-                    left = len(request.tokens) - request.num_computed
-                device.go_on(request, draw(st.integers(1, left)), draw(st.integers(0, len(request.tokens))))
-            case "end" if device.running:
-                device.end(draw(st.sampled_from(device.running)))
-            case "reset":
-                if draw(st.integers(0, 4)) == 0:
-                    device.kv.reset_prefix_cache(device.running)
+        take_turn(device, draw, draw(st.sampled_from(["start", "go on", "go on", "end", "reset"])), texts)
         device.check()
     for request in list(device.running):
         device.end(request)

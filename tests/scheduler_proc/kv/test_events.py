@@ -6,7 +6,7 @@ import pytest
 from cache_subscriber import Block, Subscriber
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_device import BLOCK, FULL, GROUPS, Device, request_of
+from kv_device import BLOCK, FULL, GROUPS, Device, request_of, take_turn
 
 from meshlm.protocol.kv import SlidingWindow
 from meshlm.protocol.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
@@ -66,28 +66,13 @@ def test_a_subscriber_knows_what_is_cached(data: st.DataObject) -> None:
     follower = Follower(device := Device(draw(st.sampled_from(groups)), draw(st.integers(8, 40))))
     texts: list[list[int]] = [[]]
     for _ in range(draw(st.integers(1, 25))):
-        match draw(st.sampled_from(["start", "start", "go on", "go on", "end", "reset", "inherit"])):
-            case "start":
-                text = draw(st.sampled_from(texts))[: draw(st.integers(0, 40))]
-                text = text + draw(st.lists(st.integers(0, 2), min_size=1, max_size=25))
-                texts.append(text)
-                device.start(text, draw(st.sampled_from(["", "", "s"])), draw(st.integers(1, 60)))
-            case "go on" if device.running:
-                request = draw(st.sampled_from(device.running))
-                left = len(request.tokens) - request.num_computed
-                if not left:
-                    request.tokens.extend([draw(st.integers(0, 2))] * draw(st.integers(1, 6)))
-                    left = len(request.tokens) - request.num_computed
-                device.go_on(request, draw(st.integers(1, left)), draw(st.integers(0, len(request.tokens))))
-            case "end" if device.running:
-                device.end(draw(st.sampled_from(device.running)))
-            case "reset" if draw(st.integers(0, 4)) == 0:
-                device.kv.reset_prefix_cache(device.running)
-            case "inherit" if draw(st.integers(0, 2)) == 0:
-                follower.look()
-                for request in list(device.running):
-                    device.end(request)
-                follower.inherit(draw(st.integers(1, 3)), is_new=draw(st.booleans()))
+        turn = draw(st.sampled_from(["start", "start", "go on", "go on", "end", "reset", "inherit"]))
+        if turn == "inherit" and draw(st.integers(0, 2)) == 0:
+            follower.look()
+            for request in list(device.running):
+                device.end(request)
+            follower.inherit(draw(st.integers(1, 3)), is_new=draw(st.booleans()))
+        take_turn(device, draw, turn, texts)
         follower.note()
         if draw(st.booleans()):  # else the events of several turns are one batch
             follower.look()

@@ -1,6 +1,9 @@
 """A device that knows what the pages of a KV cache hold, for any kinds of attention."""
 
 from itertools import count
+from typing import Any
+
+from hypothesis import strategies as st
 
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.kv import (
@@ -139,3 +142,23 @@ GROUPS: tuple[tuple[KVSpec, ...], ...] = (
     (FULL, CrossAttention(3)),
     (FULL, SlidingWindow(6), CrossAttention(4), CrossAttention(4)),
 )
+
+
+def take_turn(device: Device, draw: Any, turn: str, texts: list[list[int]]) -> None:
+    """Something that a scheduler does with its cache, as `draw` says: texts that begin like earlier ones start, go on, end."""
+    match turn:
+        case "start":
+            text = draw(st.sampled_from(texts))[: draw(st.integers(0, 40))]
+            texts.append(text + draw(st.lists(st.integers(0, 2), min_size=1, max_size=25)))
+            device.start(texts[-1], draw(st.sampled_from(["", "", "s"])), draw(st.integers(1, 60)))
+        case "go on" if device.running:
+            request = draw(st.sampled_from(device.running))
+            left = len(request.tokens) - request.num_computed
+            if not left:
+                request.tokens.extend([draw(st.integers(0, 2))] * draw(st.integers(1, 6)))
+                left = len(request.tokens) - request.num_computed
+            device.go_on(request, draw(st.integers(1, left)), draw(st.integers(0, len(request.tokens))))
+        case "end" if device.running:
+            device.end(draw(st.sampled_from(device.running)))
+        case "reset" if draw(st.integers(0, 4)) == 0:
+            device.kv.reset_prefix_cache(device.running)
