@@ -74,13 +74,13 @@ environments: setup $(VENV)/triton-3.6.0 $(VENV)/xllamacpp-2026.10.11549 $(CLIEN
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
 
-# First what needs no processes of a mesh, on all cores; then the meshes, three at a time: each waits now and then.
+# First what needs no processes of a mesh, on all cores; then the meshes, two to a core: half of a test's time it waits.
 # One thread of torch's for each process of pytest: several take a quarter more CPU there, since they wait by spinning.
 # Exit code 5: ARGS names none of that kind.
 test: export OMP_NUM_THREADS := 1
 test: environments
 	@$(BIN)/pytest -m "not gpu and not mesh" -n auto --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
-	@$(BIN)/pytest -m "mesh and not gpu" -n 3 --dist loadfile $(ARGS) || [ $$? -eq 5 ]
+	@$(BIN)/pytest -m "mesh and not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS) || [ $$? -eq 5 ]
 
 test-gpu: setup
 	@$(BIN)/pytest -m gpu -n 8 tests/kernels tests/workers $(ARGS)

@@ -13,12 +13,34 @@ from triton_interpreter import hasten
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
-# The files that take longest (8 s and more of one core). They are begun first, so that no core waits for another's last one.
+# The files that take longest: 8 s and more of one core, or half a minute with meshes. They are begun first, so that nobody waits for
+# another's last one.
 SLOW = (
+    "mesh/test_families.py",
+    "mesh/test_clients.py",
+    "mesh/test_expert_parallel.py",
+    "mesh/test_examples.py",
+    "mesh/test_drafts.py",
+    "mesh/test_chaos.py",
+    "mesh/test_roles.py",
+    "mesh/test_kv_store.py",
+    "mesh/test_two_meshes.py",
+    "mesh/test_text.py",
+    "mesh/test_smollm2.py",
+    "mesh/test_parallel.py",
+    "mesh/test_nodes.py",
+    "mesh/test_llm.py",
+    "mesh/test_retries.py",
+    "mesh/test_determinism.py",
+    "mesh/test_scale.py",
+    "mesh/test_starts_and_stops.py",
+    "mesh/test_operations.py",
+    "mesh/test_moved_pages.py",
+    "mesh/test_constrained_drafts.py",
+    "mesh/test_openapi.py",
     "kernels/test_compiles.py",
     "simulation/test_histories.py",
     "engine/test_near_transformers.py",
-    "mesh/test_families.py",
     "workers/models/test_config_keys.py",
     "workers/attention/test_triton_latent.py",
     "workers/weights/test_gguf_spans.py",

@@ -15,7 +15,11 @@ from meshlm.protocol.config import RunConfig
 from meshlm.supervisor.io import KILL_AFTER_S
 from meshlm.supervisor.settings import flags
 
-kubernetes_validate: Any = importlib.import_module("kubernetes_validate")  # typed in no version
+
+def validate(resource: Any) -> None:
+    """Against the API's schemas. The package takes a second to import, and other processes of pytest read this file, too."""
+    kubernetes_validate: Any = importlib.import_module("kubernetes_validate")  # typed in no version
+    kubernetes_validate.validate(resource, "1.34", strict=True)
 
 
 def test_probes(container: Any) -> None:
@@ -74,14 +78,14 @@ def test_the_api_s_schema(path: Path) -> None:
     """LeaderWorkerSet is no type of the API's own: what is in it are pods."""
     resource = yaml.safe_load(path.read_text())
     if resource["kind"] != "LeaderWorkerSet":
-        kubernetes_validate.validate(resource, "1.34", strict=True)
+        validate(resource)
         return
     assert resource["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
     for template in ("leaderTemplate", "workerTemplate"):
         pod = resource["spec"]["leaderWorkerTemplate"][template]
         assert set(pod) == {"metadata", "spec"}
         found = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x", **pod["metadata"]}, "spec": pod["spec"]}
-        kubernetes_validate.validate(found, "1.34", strict=True)
+        validate(found)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -43,15 +43,15 @@ class Vectors(Scripted):
 async def test_inputs_and_messages_go_where_the_model_answers(
     tasks: tuple[PoolingTask, ...], given: dict[str, Any], body: dict[str, Any]
 ) -> None:
-    (found,) = (await post(Vectors(tasks), body))["data"]
+    (found,) = (await post(Vectors(tasks), "/invocations", body))["data"]
     assert given.items() <= found.items()
 
 
 async def test_a_task_is_for_pooling() -> None:
-    (found,) = (await post(Vectors(("embed", "token_embed")), {"input": "hi", "task": "embed"}))["data"]
+    (found,) = (await post(Vectors(("embed", "token_embed")), "/invocations", {"input": "hi", "task": "embed"}))["data"]
     assert found == {"index": 0, "object": "pooling", "data": [0.25, 0.75]}
 
 
 async def test_what_is_for_no_route_says_what_there_is() -> None:
-    error = (await post(Vectors(("classify",)), {"prompt": "hi"}, 400))["error"]
+    error = (await post(Vectors(("classify",)), "/invocations", {"prompt": "hi"}, 400))["error"]
     assert "input (/classify), messages (/classify)" in error["message"]

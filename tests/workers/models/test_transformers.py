@@ -123,36 +123,33 @@ def config_of(name: str, **extra: Any) -> dict[str, Any]:
 
 
 LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "states": (config_of("Rwkv"), "keeps recurrent states"),
-    "convolutions": (config_of("Lfm2", layer_types=["conv", "full_attention"]), "layer_types has conv; there are"),
-    "biases by position": (config_of("Bloom"), "does not attend through transformers' attention interface"),
-    "no interface": (config_of("GPTJ", rotary_dim=8), "does not attend through transformers' attention interface"),
-    "several calls": (config_of("DiffLlama"), "a layer of it attends several times"),
-    "chunks": (
-        config_of("Granite") | {"layer_types": ["chunked_attention"] * 2},
-        "layer_types has chunked_attention; there",
-    ),
-    "a short context": (
-        config_of("Granite", max_position_embeddings=23),
-        "max_position_embeddings 23: its context must",
-    ),
-    "rope of the batch": (config_of("Granite", rope_parameters=LONG), "rope_type dynamic: .* the requests beside it"),
-    "no decoder": (config_of("Granite") | {"model_type": "vit"}, "no causal decoder of model_type 'vit'"),
-    "unknown": (config_of("Granite") | {"model_type": "none"}, "knows no model_type 'none'"),
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "states": ("Rwkv", {}, {}, "keeps recurrent states"),
+    "convolutions": ("Lfm2", {"layer_types": ["conv", "full_attention"]}, {}, "layer_types has conv; there are"),
+    "biases by position": ("Bloom", {}, {}, "does not attend through transformers' attention interface"),
+    "no interface": ("GPTJ", {"rotary_dim": 8}, {}, "does not attend through transformers' attention interface"),
+    "several calls": ("DiffLlama", {}, {}, "a layer of it attends several times"),
+    "chunks": ("Granite", {}, {"layer_types": ["chunked_attention"] * 2}, "layer_types has chunked_attention; there"),
+    "a short context": ("Granite", {"max_position_embeddings": 23}, {}, "max_position_embeddings 23: its context must"),
+    "rope of the batch": ("Granite", {"rope_parameters": LONG}, {}, "rope_type dynamic: .* the requests beside it"),
+    "no decoder": ("Granite", {}, {"model_type": "vit"}, "no causal decoder of model_type 'vit'"),
+    "unknown": ("Granite", {}, {"model_type": "none"}, "knows no model_type 'none'"),
     "its own code": (
-        config_of("Granite") | {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
+        "Granite",
+        {},
+        {"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}},
         r"only code that comes with the model \(auto_map own.Own\) knows it; --trust-remote-code",
     ),
-    "another class": (config_of("Granite") | {"architectures": ["OtherForCausalLM"]}, "is GraniteForCausalLM"),
-    "a bad key": (config_of("Granite") | {"hidden_size": "wide"}, "transformers refuses its config.json"),
+    "another class": ("Granite", {}, {"architectures": ["OtherForCausalLM"]}, "is GraniteForCausalLM"),
+    "a bad key": ("Granite", {}, {"hidden_size": "wide"}, "transformers refuses its config.json"),
 }
+"""transformers' class, what its configuration gets, what is other in the file, and the refusal."""
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_our_attention_cannot_do_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    config, reason = REFUSED[case]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    name, extra, changes, reason = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(config_of(name, **extra) | changes))
     with pytest.raises(ModelFilesError, match=reason):
         resolve_model(str(tmp_path), load_format="dummy", model_impl="transformers")
 
