@@ -200,12 +200,15 @@ def kv_tensors(
 ) -> tuple[list[Tensor], SharedBytes | None]:
     """The tensors of `count` pages, all zeros. ProcessFatal when they do not fit.
 
-    shared: on the host in memory that other processes can map."""
+    shared: on the host in memory that other processes can map; on a GPU in one allocation, which other processes can open."""
     shape = layout.shape(count)
+    each = math.prod(shape)
     try:
-        if not shared or device.type != "cpu" or not count:
+        if not shared or not count:
             return [zeros(shape, torch.uint8, device) for _ in range(layout.num_tensors)], None
-        each = math.prod(shape)
+        if device.type != "cpu":
+            flat = zeros((layout.num_tensors, *shape), torch.uint8, device)
+            return list(flat.unbind()), None
         room = -(-each // LARGE_PAGE) * LARGE_PAGE
         memory = SharedBytes(layout.num_tensors * room)
     except (torch.OutOfMemoryError, MemoryError, OSError, RuntimeError) as error:

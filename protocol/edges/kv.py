@@ -26,12 +26,14 @@ class Segment(Struct, frozen=True, array_like=True):
     length: int
 
 
-class PageMemory(Struct, frozen=True):
-    """Memory of another process of this host in which one worker's slices of pages lie. A file that can be mapped, at `path`."""
+class PageMemory(Struct, frozen=True, omit_defaults=True):
+    """Memory of another process of this host in which one worker's slices of pages lie: a file that can be mapped, at `path`; or, with
+    a handle, memory of a GPU, and the file is there as long as its process is."""
 
     path: str
     num_pages: int
     segments: tuple[Segment, ...]
+    handle: bytes = b""  # of CUDA IPC; offsets count from where that memory begins
 
     @property
     def page_bytes(self) -> int:

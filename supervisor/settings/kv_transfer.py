@@ -23,6 +23,7 @@ from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
 
 SAMPLES, SAMPLE_BYTES = 64, 16 << 10
+DEVICES = ("cpu", "cuda", "fake")
 FLAG, ROLES_FLAG = "--kv-transfer-config", "--dp-roles"
 KEYS = (
     *("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config"),
@@ -71,8 +72,9 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
         f"--data-parallel-size {size}",
         "a request's id carries the address of one rank; start a mesh for each",
     )
-    devices, why = ("cpu", "fake"), f"ranks of --device {f.device} cannot read one another's pages; leave it out"
-    yield kv.shares_pages and f.device not in devices, ROLES_FLAG, why
+    yield f.device not in DEVICES, flag, f"KV pages of --device {f.device} do not move; leave it out"
+    why = "ranks of --device cuda have one another's memory open, and none can give its own back; leave it out"
+    yield kv.shares_pages and f.device == "cuda" and c.worker.enable_sleep_mode, "--enable-sleep-mode", why
     scales = "scales that are calculated at a start are no others', whose pages are moved; leave it out"
     yield c.cache.calculate_kv_scales, "--calculate-kv-scales", scales
     yield kv.shares_pages and c.lockstep, ROLES_FLAG, "ranks that share experts step together; each has both roles"

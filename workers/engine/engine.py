@@ -35,8 +35,8 @@ from meshlm.workers.engine.pending import PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
-from meshlm.workers.kv.device_pages import pages_of
 from meshlm.workers.kv.pages import KVPages
+from meshlm.workers.kv.tensor_pages import pages_of
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.registry import choose_layer_executor
 from meshlm.workers.moe.placement.balancer import Balancer, Experts
@@ -216,7 +216,7 @@ class ModelEngine:
         tensors, shared = memory.kv_tensors(self.layout, all_pages, self.device, shared=moved.shares_pages)
         self.compute.caches = memory.make_caches(self.layout, all_pages, self.device, self._kv_scales, tensors)
         if moved.moves and count:
-            self.pages = pages_of(tensors, count, shared)
+            self.pages = pages_of(tensors, count, shared, shares=moved.shares_pages)
         if lines:
             assert isinstance(self.inputs, TorchInputs)
             self.inputs.draft_states = DraftStates(self.compute, self.rows, groups, count, lines)

@@ -1,106 +1,198 @@
-"""The pages of an engine's KV tensors, on the host or on a device.
+"""The pages of KV tensors on a GPU.
 
-On a device a stream of its own copies between the tensors and pinned memory, behind the steps that came before, and the host between
-that and the other memory: a page is copied there while the next ones are on their way. Written for any device of torch that has
-streams.
+A page of the host is one run of bytes, which the GPU copies from and to by itself; a page on the GPU is a piece of each KV tensor. So
+pages are gathered into lines of a buffer on the GPU by one kernel (kernels/copy_pages) and copied from there, and the other way round:
+a copy for each piece would take several times as long. Lanes take turns: while one's lines are on their way, the other's are gathered.
+Pages of a peer are copied by the kernel alone.
+
+All of it is beside the steps: in streams of its own, a load behind the steps that its mark names, and nothing is allocated, so that
+graphs may be captured meanwhile. A new thread has no GPU: `driver.use` gives it this engine's.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from meshlm.kernels.copy_pages.kernel import Columns, columns_at, copy_pages
 from meshlm.protocol.edges.kv import PageMemory
-from meshlm.workers.kv.pages import Column, HostPages, KVPages, SharedBytes, cut
+from meshlm.workers.cuda import driver
+from meshlm.workers.kv.pages import HostColumns, OtherMemory, OtherPages
+from meshlm.workers.kv.peer_memory import Exported, PeerColumns, PeerMemory
+from meshlm.workers.kv.pinned import PinnedColumns, PinnedMemory, Run
 
-SLOTS = 8  # pages that are on their way at once
+LANES = 2
+LANE_BYTES = 16 << 20  # of lines that are on their way together: the GPU's cache holds them
+AT_ONCE = 128  # pages that one kernel copies, at most
+Places = Sequence[tuple[int, int]]  # a page here, and its line there
 
 
-class OnItsWay(NamedTuple):
-    """A page of a copy out of the device: its place in pinned memory, and its line of the other memory."""
+class Lane:
+    """A stream with a buffer of lines, [num_lines, page_bytes]."""
 
-    slot: int
+    def __init__(self, device: torch.device, num_lines: int, page_bytes: int) -> None:
+        make_event: Any = torch.cuda.Event  # typed in some versions of torch only
+        make_stream: Any = torch.cuda.Stream
+        self.stream = make_stream(device)
+        self.lines = torch.empty(num_lines, page_bytes, dtype=torch.uint8, device=device)
+        self._pinned = torch.empty(2, AT_ONCE, dtype=torch.int32, pin_memory=True)
+        self._host: Any = self._pinned.numpy()
+        self._there = torch.empty(2, AT_ONCE, dtype=torch.int32, device=device)
+        self._done = make_event(blocking=True)
+
+    def wait(self) -> None:
+        """Until all that it was given is done."""
+        self._done.synchronize()
+
+    def mark(self) -> None:
+        """Behind what it was given."""
+        self._done.record(self.stream)
+
+    def numbers(self, places: Places) -> tuple[Tensor, Tensor]:
+        """The pages here, and the lines there: int32 [AT_ONCE] on the GPU. The lane waits for nothing any more."""
+        self._host[:, : len(places)] = np.array(places, np.int32).T
+        num_bytes, stream = 4 * self._there.numel(), self.stream.cuda_stream
+        driver.to_device(self._there.data_ptr(), self._pinned.data_ptr(), num_bytes, stream, is_pinned=True)
+        return self._there[0], self._there[1]
+
+
+class Piece(NamedTuple):
+    """A run of bytes of the host, and the address of its bytes among a lane's lines."""
+
+    host: Run
     line: int
-    done: torch.Event
 
 
 class DevicePages:
-    """Pages of tensors on a device. columns: uint8 [pages, bytes] each."""
+    """columns: uint8 [pages, bytes] each, alike. shared: other ranks may read them; they are of one allocation then."""
 
-    memory: PageMemory | None = None
+    pins = True
 
-    def __init__(self, columns: Sequence[Tensor]) -> None:
-        self._columns = columns
-        self.num_pages = len(columns[0])
-        self.page_bytes = sum(column.shape[1] for column in columns)
-        self._device = columns[0].device
-        self._stream = torch.Stream(self._device)
-        self._pinned = torch.empty(SLOTS, self.page_bytes, dtype=torch.uint8, pin_memory=True)
-        self._host: list[Column] = [self._pinned.numpy()]
-        widths = [column.shape[1] for column in columns]
-        self._slots = self._pinned.split(widths, 1)  # a view for each column
+    def __init__(self, columns: Sequence[Tensor], *, shared: bool = False) -> None:
+        self._columns, self._device, self._width = columns, columns[0].device, columns[0].shape[1]
+        self.num_pages, self.page_bytes = len(columns[0]), len(columns) * self._width
+        self._num_lines = max(1, min(AT_ONCE, LANE_BYTES // self.page_bytes))
+        self._lanes = [Lane(self._device, self._num_lines, self.page_bytes) for _ in range(LANES)]
+        self._nth = torch.arange(self._num_lines, dtype=torch.int32, device=self._device)
+        self._beside = [self._columns_of(lane) for lane in self._lanes]  # lines of each lane, as columns
+        self._addresses: list[int] = []
+        self._own: Columns = self._beside[0]
+        driver.use(self._device.index)
+        self._exported = Exported(columns) if shared else None
+        self.memory: PageMemory | None = None if self._exported is None else self._exported.memory
+        torch.cuda.synchronize(self._device)
+        self._warm_up()
 
-    def mark(self) -> torch.Event:
-        event = torch.Event(self._device)
-        event.record(torch.accelerator.current_stream(self._device))
+    def _columns_of(self, lane: Lane) -> Columns:
+        begin = lane.lines.data_ptr()
+        addresses = [begin + nth * self._width for nth in range(len(self._columns))]
+        return columns_at(addresses, self.page_bytes, self._device)
+
+    def _warm_up(self) -> None:
+        """Has the kernel compiled and loaded: copies a page out and in again, as it is."""
+        self._look_up()
+        for lane, lines in zip(self._lanes, self._beside, strict=True):
+            with torch.cuda.stream(lane.stream):
+                copy_pages(self._own, self._nth, lines, self._nth, 1, self._width)
+                copy_pages(lines, self._nth, self._own, self._nth, 1, self._width)
+                lane.mark()
+            lane.wait()
+
+    def _look_up(self) -> None:
+        """Where the tensors are now: a sleep moves them."""
+        addresses = [column.data_ptr() for column in self._columns]
+        if addresses != self._addresses:
+            with torch.cuda.stream(self._lanes[0].stream):
+                self._own = columns_at(addresses, self._columns[0].stride(0), self._device)
+                self._addresses = addresses
+
+    def mark(self) -> object:
+        """As KVPages has it."""
+        make: Any = torch.cuda.Event
+        event = make()
+        event.record()
         return event
+
+    def open(self, memory: PageMemory, file: mmap.mmap) -> OtherMemory:
+        """As KVPages has it."""
+        driver.use(self._device.index)
+        if not memory.handle:
+            return PinnedMemory(file)
+        return PeerMemory(memory, self._width, self._device, self._lanes[0].stream)
 
     def copy(
-        self, columns: Sequence[Column], places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
+        self, other: OtherPages, places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
     ) -> None:
-        if isinstance(after, torch.Event):
-            self._stream.wait_event(after)
-        pieces = cut(self._host, columns)
-        with torch.inference_mode(), self._stream:
-            if is_load:
-                self._load(pieces, places)
-            else:
-                self._save(pieces, places)
+        """As KVPages has it."""
+        driver.use(self._device.index)
+        asked, nth = iter(places), 0
+        while some := list(islice(asked, AT_ONCE if isinstance(other, PeerColumns) else self._num_lines)):
+            if not nth:
+                self._look_up()
+            lane, lines = self._lanes[nth % LANES], self._beside[nth % LANES]
+            nth += 1
+            lane.wait()
+            with torch.cuda.stream(lane.stream):
+                if isinstance(other, PeerColumns):
+                    self._between(lane, other, some, is_load, after)
+                else:
+                    assert isinstance(other, HostColumns), "no memory of another kind is opened here"
+                    (self._load if is_load else self._save)(lane, lines, other, some, after)
+                lane.mark()
+        for lane in self._lanes:
+            lane.wait()
 
-    def _load(self, pieces: list[tuple[Column, Column]], places: Iterable[tuple[int, int]]) -> None:
-        used: list[torch.Event | None] = [None] * SLOTS
-        for nth, (here, line) in enumerate(places):
-            slot = nth % SLOTS
-            if (event := used[slot]) is not None:
-                event.synchronize()
-            for own, other in pieces:
-                own[slot] = other[line]
-            for column, pinned in zip(self._columns, self._slots, strict=True):
-                column[here].copy_(pinned[slot], non_blocking=True)
-            used[slot] = self._recorded()
-        self._stream.synchronize()
+    def _between(self, lane: Lane, other: PeerColumns, places: Places, is_load: bool, after: object) -> None:
+        here, there = lane.numbers(places)
+        own, others = (self._own, here), (other.columns, there)
+        _wait_for(lane, after)
+        copy_pages(*(others if is_load else own), *(own if is_load else others), len(places), self._width)
 
-    def _save(self, pieces: list[tuple[Column, Column]], places: Iterable[tuple[int, int]]) -> None:
-        under_way: deque[OnItsWay] = deque()
+    def _load(self, lane: Lane, lines: Columns, other: HostColumns, places: Places, after: object) -> None:
+        here, _ = lane.numbers(places)
+        for (address, num_bytes, is_pinned), line in self._pieces(lane, other, places):
+            driver.to_device(line, address, num_bytes, lane.stream.cuda_stream, is_pinned=is_pinned)
+        _wait_for(lane, after)
+        copy_pages(lines, self._nth, self._own, here, len(places), self._width)
 
-        def finish() -> None:
-            page = under_way.popleft()
-            page.done.synchronize()
-            for own, other in pieces:
-                other[page.line] = own[page.slot]
+    def _save(self, lane: Lane, lines: Columns, other: HostColumns, places: Places, after: object) -> None:
+        here, _ = lane.numbers(places)
+        _wait_for(lane, after)
+        copy_pages(self._own, here, lines, self._nth, len(places), self._width)
+        for (address, num_bytes, is_pinned), line in self._pieces(lane, other, places):
+            driver.to_host(address, line, num_bytes, lane.stream.cuda_stream, is_pinned=is_pinned)
 
-        for nth, (here, line) in enumerate(places):
-            if len(under_way) == SLOTS:
-                finish()
-            for column, pinned in zip(self._columns, self._slots, strict=True):
-                pinned[nth % SLOTS].copy_(column[here], non_blocking=True)
-            under_way.append(OnItsWay(nth % SLOTS, line, self._recorded()))
-        while under_way:
-            finish()
-
-    def _recorded(self) -> torch.Event:
-        event = torch.Event(self._device)
-        event.record(self._stream)
-        return event
+    def _pieces(self, lane: Lane, other: HostColumns, places: Places) -> Iterator[Piece]:
+        """What lies behind one another on both sides is one piece."""
+        at = lane.lines.data_ptr()
+        for column in other.columns:
+            stride, width = column.strides[0], column.shape[1]
+            for begin, count in _runs(places) if stride == width == self.page_bytes else _single(places):
+                address, line = column.ctypes.data + places[begin][1] * stride, at + begin * self.page_bytes
+                whole = Run(address, count * width, is_pinned=False)
+                for run in other.memory.runs(*whole[:2]) if isinstance(other, PinnedColumns) else (whole,):
+                    yield Piece(run, line + run.address - address)
+            at += width
 
 
-def pages_of(tensors: Sequence[Tensor], num_pages: int, shared: SharedBytes | None) -> KVPages:
-    """The first pages of these KV tensors, uint8 [halves, pages, bytes]; those behind them hold states of drafts, which stay here."""
-    halves = [half[:num_pages] for tensor in tensors for half in tensor]
-    if halves[0].device.type != "cpu":
-        return DevicePages(halves)
-    columns: list[Column] = [np.asarray(half.numpy()) for half in halves]
-    return HostPages(columns, None if shared is None else shared.memory(columns))
+def _wait_for(lane: Lane, after: object) -> None:
+    """What follows in the lane is behind this mark of steps."""
+    if after is not None:
+        lane.stream.wait_event(after)
+
+
+def _single(places: Places) -> Iterator[tuple[int, int]]:
+    return ((nth, 1) for nth in range(len(places)))
+
+
+def _runs(places: Places) -> Iterator[tuple[int, int]]:
+    """Runs of lines with consecutive numbers: the first's place, and how many."""
+    begin = 0
+    for nth in range(1, len(places) + 1):
+        if nth == len(places) or places[nth][1] != places[nth - 1][1] + 1:
+            yield begin, nth - begin
+            begin = nth

@@ -1,7 +1,7 @@
-"""Memory of other processes of this host, mapped into this one: a file each, of which `PageMemory` says where pages lie.
+"""Memory of other processes of this host, opened in this one: a file each, of which `PageMemory` says where pages lie.
 
-Used by the mover thread alone. A mapping is kept, since the next pages come from the same memory, and given up once it has not been
-used for a while: the memory of a process that is gone lives as long as somebody maps it.
+Used by the mover thread alone. What is open is kept, since the next pages come from the same memory, and given up once its process is
+gone: the memory of such a process lives as long as somebody has it open, and that of a GPU is needed by the process that follows.
 """
 
 import mmap
@@ -9,61 +9,78 @@ import os
 import stat
 from typing import NamedTuple
 
-import numpy as np
+from meshlm.protocol.edges.kv import PageMemory
+from meshlm.workers.kv.pages import BadMemory, KVPages, OtherMemory
 
-from meshlm.protocol.edges.kv import LEASE_S, PageMemory
-from meshlm.workers.kv.pages import Column
-
-UNUSED_S = LEASE_S
-
-
-class BadMemory(Exception):
-    """Pages cannot be copied from or to this memory; one line that names it."""
+LOOK_S = 1.0  # from one look at the processes to the next
 
 
 class Mapped(NamedTuple):
     """A file as it was when it was mapped. Its holder never makes it shorter (SharedBytes seals it): a page that is gone would end the
     process that reads it."""
 
-    memory: mmap.mmap
+    file: mmap.mmap
     identity: tuple[int, int]  # of the file: another one may have come to its path
-    size: int
+    handle: bytes
+    opened: OtherMemory
+
+    def is_at(self, memory: PageMemory) -> bool:
+        """Whether it is what `memory` names, with all of its bytes."""
+        return _identity(memory.path) == self.identity and memory.handle == self.handle and self.is_whole()
 
     def is_whole(self) -> bool:
         """Whether the file still has all of its bytes."""
-        return self.memory.size() >= self.size
+        return self.file.size() >= len(self.file)
 
 
 class Mappings:
     """The files that are mapped now, by path and by whether they may be written."""
 
-    def __init__(self) -> None:
-        self._mapped: dict[tuple[str, bool], tuple[Mapped, float]] = {}
+    def __init__(self, pages: KVPages) -> None:
+        self._pages = pages
+        self._mapped: dict[tuple[str, bool], Mapped] = {}
 
     def __len__(self) -> int:
         return len(self._mapped)
 
-    def find(self, path: str, now: float, *, writes: bool) -> Mapped:
-        """The file at `path`, mapped. BadMemory."""
-        found, _ = self._mapped.pop((path, writes), (None, 0.0))
+    def find(self, memory: PageMemory, *, writes: bool) -> Mapped:
+        """The memory, opened. BadMemory."""
+        key = memory.path, writes or self._pages.pins
         try:
-            now_there = os.stat(path)
-            if found is None or found.identity != (now_there.st_dev, now_there.st_ino) or not found.is_whole():
-                found = _mapped(path, writes=writes)
+            found = self._mapped.get(key)
+            if found is not None and found.is_at(memory):
+                return found
+            self._close(key)
+            file, identity = _map(*key)
         except (OSError, ValueError) as error:
             text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise BadMemory(f"{path}: {text}") from None
-        self._mapped[path, writes] = found, now
+            raise BadMemory(f"{memory.path}: {text}") from None
+        self._mapped[key] = found = Mapped(file, identity, memory.handle, self._pages.open(memory, file))
         return found
 
-    def close_unused(self, now: float) -> None:
-        """Give up those that nobody has asked for within UNUSED_S."""
-        for key in [key for key, (_, used) in self._mapped.items() if now - used >= UNUSED_S]:
-            del self._mapped[key]
+    def close_those_gone(self) -> None:
+        """Give up those whose process is gone, or has another file there."""
+        for path, writes in list(self._mapped):
+            try:
+                is_there = _identity(path) == self._mapped[path, writes].identity
+            except OSError:
+                is_there = False
+            if not is_there:
+                self._close((path, writes))
+
+    def _close(self, key: tuple[str, bool]) -> None:
+        if (mapped := self._mapped.pop(key, None)) is not None:
+            mapped.opened.close()
 
 
-def _mapped(path: str, *, writes: bool) -> Mapped:
-    """OSError, ValueError."""
+def _identity(path: str) -> tuple[int, int]:
+    """OSError."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _map(path: str, writes: bool) -> tuple[mmap.mmap, tuple[int, int]]:
+    """The file, and its identity. OSError, ValueError."""
     descriptor = os.open(path, (os.O_RDWR if writes else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -72,21 +89,6 @@ def _mapped(path: str, *, writes: bool) -> Mapped:
         if not found.st_size:
             raise ValueError("an empty file")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writes else 0)
-        memory = mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED, access)
+        return mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED, access), (found.st_dev, found.st_ino)
     finally:
         os.close(descriptor)
-    return Mapped(memory, (found.st_dev, found.st_ino), found.st_size)
-
-
-def columns_of(memory: PageMemory, mapped: Mapped) -> list[Column]:
-    """Views of the file, one for each segment. BadMemory where they are not all within it."""
-    columns = []
-    for segment in memory.segments:
-        offset, stride, length = segment.offset, segment.stride, segment.length
-        last = offset + (memory.num_pages - 1) * stride
-        if memory.num_pages < 1 or offset < 0 or length < 1 or stride < length or last + length > mapped.size:
-            text = f"{memory.num_pages} pages of {length} bytes every {stride} from {offset} on"
-            raise BadMemory(f"{memory.path}: {text} are not within its {mapped.size} bytes")
-        column: Column = np.ndarray((memory.num_pages, length), np.uint8, mapped.memory, offset, (stride, 1))
-        columns.append(column)
-    return columns

@@ -9,11 +9,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from meshlm.protocol.edges.kv import PageMemory
-from meshlm.workers.kv.mapped import UNUSED_S, BadMemory, Mapped, Mappings, columns_of
-from meshlm.workers.kv.pages import Column, KVPages
+from meshlm.workers.kv.mapped import LOOK_S, Mapped, Mappings
+from meshlm.workers.kv.pages import BadMemory, Column, HostColumns, KVPages, OtherPages
 
 ENDED = "its session has ended"
 TOO_LATE = "the deadline has passed"
@@ -48,7 +49,8 @@ class Mover:
         self._pages, self._fatal = pages, fatal
         self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
         self._copying = threading.Lock()
-        self._mappings = Mappings()
+        self._mappings = Mappings(pages)
+        self._look_at = 0.0  # when processes are looked at again whose memory is open
         threading.Thread(target=self._work, name="mover", daemon=True).start()
 
     def submit(self, copy: Copy) -> None:
@@ -76,37 +78,38 @@ class Mover:
 
     def _next(self) -> Copy | None:
         while True:
-            try:
-                return self._copies.get(timeout=UNUSED_S / 2 if len(self._mappings) else None)
-            except queue.Empty:
-                self._mappings.close_unused(time.monotonic())
+            if time.monotonic() >= self._look_at:
+                self._mappings.close_those_gone()
+                self._look_at = time.monotonic() + LOOK_S
+            with suppress(queue.Empty):
+                return self._copies.get(timeout=LOOK_S if len(self._mappings) else None)
 
     def _do(self, copy: Copy) -> Copied:
         begin_ns = time.monotonic_ns()
         try:
-            mapped, columns = self._other(copy)
-            self._check(copy, columns)
+            mapped, other = self._other(copy)
+            self._check(copy, other)
         except BadMemory as error:
             return Copied(0, 0, str(error))
         places = _Places(copy, mapped, lambda: copy.session == self.session)
-        self._pages.copy(columns, places, is_load=copy.is_load, after=copy.after)
+        self._pages.copy(other, places, is_load=copy.is_load, after=copy.after)
         return Copied(places.num_given, time.monotonic_ns() - begin_ns, places.message)
 
-    def _other(self, copy: Copy) -> tuple[Mapped | None, Sequence[Column]]:
+    def _other(self, copy: Copy) -> tuple[Mapped | None, OtherPages]:
         """The memory on the other side. BadMemory."""
         if not isinstance(copy.other, PageMemory):
-            return None, copy.other
-        mapped = self._mappings.find(copy.other.path, time.monotonic(), writes=not copy.is_load)
-        return mapped, columns_of(copy.other, mapped)
+            return None, HostColumns(copy.other)
+        mapped = self._mappings.find(copy.other, writes=not copy.is_load)
+        return mapped, mapped.opened.pages(copy.other)
 
-    def _check(self, copy: Copy, columns: Sequence[Column]) -> None:
+    def _check(self, copy: Copy, other: OtherPages) -> None:
         """BadMemory for what does not fit, before anything is read or written."""
-        num_bytes, own = sum(column.shape[1] for column in columns), self._pages
-        if num_bytes != own.page_bytes:
-            raise BadMemory(f"a page has {own.page_bytes} bytes here, and {num_bytes} there")
+        own = self._pages
+        if other.page_bytes != own.page_bytes:
+            raise BadMemory(f"a page has {own.page_bytes} bytes here, and {other.page_bytes} there")
         if len(copy.pages) != len(copy.lines):
             raise BadMemory(f"{len(copy.pages)} pages here, and {len(copy.lines)} there")
-        for side, numbers, count in (("here", copy.pages, own.num_pages), ("there", copy.lines, len(columns[0]))):
+        for side, numbers, count in (("here", copy.pages, own.num_pages), ("there", copy.lines, other.num_pages)):
             if numbers and not 0 <= min(numbers) <= max(numbers) < count:
                 wrong = min(numbers) if min(numbers) < 0 else max(numbers)
                 raise BadMemory(f"page {wrong} {side}: there are {count}")
@@ -126,7 +129,7 @@ class _Places:
             elif self._copy.deadline_ns and time.monotonic_ns() >= self._copy.deadline_ns:
                 self.message = TOO_LATE
             elif self._mapped is not None and not self._mapped.is_whole():
-                self.message = f"the file has become shorter than {self._mapped.size} bytes"
+                self.message = f"the file has become shorter than {len(self._mapped.file)} bytes"
             if self.message:
                 return
             self.num_given += 1

@@ -21,25 +21,84 @@ Column = NDArray[np.uint8]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
+class BadMemory(Exception):
+    """Pages cannot be copied from or to this memory; one line that names it."""
+
+
+class OtherPages(Protocol):
+    """Pages of other memory."""
+
+    num_pages: int
+    page_bytes: int
+
+
+class OtherMemory(Protocol):
+    """Memory of another process that this one has opened."""
+
+    def pages(self, memory: PageMemory) -> OtherPages:
+        """Those of which `memory` says where they lie. BadMemory."""
+
+    def close(self) -> None:
+        """Nobody uses any of its pages."""
+
+
 class KVPages(Protocol):
     """The pages of an engine. A sleep leaves them where they are."""
 
     num_pages: int
     page_bytes: int
     memory: PageMemory | None  # where other workers of this host may read them
+    pins: bool  # whether files of other processes are mapped writable, as a GPU knows no others
 
     def mark(self) -> object:
         """A mark behind all steps launched so far; called by the stepper thread."""
 
+    def open(self, memory: PageMemory, file: mmap.mmap) -> OtherMemory:
+        """What a process has at `memory`; `file` is its file, mapped. Called by the mover thread, as all below. BadMemory."""
+
     def copy(
-        self, columns: Sequence[Column], places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
+        self, other: OtherPages, places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
     ) -> None:
-        """Copy pages from (is_load) or to other memory; called by the mover thread. places: a page here, and its line there, which are
-        asked for one by one; all that were given are copied when this returns. after: a mark of steps that come before."""
+        """Copy pages from (is_load) or to other memory. places: a page here, and its line there, which are asked for one by one; all
+        that were given are copied when this returns. after: a mark of steps that come before."""
+
+
+class HostColumns:
+    """Pages of memory that this process has mapped."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self.columns = columns
+        self.num_pages = len(columns[0])
+        self.page_bytes = sum(column.shape[1] for column in columns)
+
+
+class HostMemory:
+    """A file of another process, mapped here."""
+
+    def __init__(self, file: mmap.mmap) -> None:
+        self._file = file
+
+    def pages(self, memory: PageMemory) -> HostColumns:
+        """Views of the file, one for each segment."""
+        columns, size = list[Column](), len(self._file)
+        for segment in memory.segments:
+            offset, stride, length = segment.offset, segment.stride, segment.length
+            last = offset + (memory.num_pages - 1) * stride
+            if memory.num_pages < 1 or offset < 0 or length < 1 or stride < length or last + length > size:
+                text = f"{memory.num_pages} pages of {length} bytes every {stride} from {offset} on"
+                raise BadMemory(f"{memory.path}: {text} are not within its {size} bytes")
+            column: Column = np.ndarray((memory.num_pages, length), np.uint8, self._file, offset, (stride, 1))
+            columns.append(column)
+        return HostColumns(columns)
+
+    def close(self) -> None:
+        """It is unmapped with the last view of it."""
 
 
 class HostPages:
     """Pages in the memory of this process, where a step is done once it is launched."""
+
+    pins = False
 
     def __init__(self, columns: Sequence[Column], memory: PageMemory | None = None) -> None:
         self._columns = columns
@@ -50,18 +109,26 @@ class HostPages:
     def mark(self) -> None:
         """Steps are done when they are launched."""
 
+    def open(self, memory: PageMemory, file: mmap.mmap) -> HostMemory:
+        """As KVPages has it."""
+        if memory.handle:
+            raise BadMemory(f"{memory.path}: memory of a GPU, which the host cannot read")
+        return HostMemory(file)
+
     def copy(
-        self, columns: Sequence[Column], places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
+        self, other: OtherPages, places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
     ) -> None:
-        pieces = cut(self._columns, columns)
+        """As KVPages has it."""
+        assert isinstance(other, HostColumns), "no memory of another kind is opened here"
+        pieces = cut(self._columns, other.columns)
         if is_load:
             for here, there in places:
-                for own, other in pieces:
-                    own[here] = other[there]
+                for own, others in pieces:
+                    own[here] = others[there]
         else:
             for here, there in places:
-                for own, other in pieces:
-                    other[there] = own[here]
+                for own, others in pieces:
+                    others[there] = own[here]
 
 
 def cut(one: Sequence[Column], other: Sequence[Column]) -> list[tuple[Column, Column]]:

@@ -76,8 +76,8 @@ def test_a_mesh_has_one(smollm2: Path) -> None:
 
 WRONG: tuple[tuple[dict[str, object], str], ...] = (
     (
-        {"device": "cuda", "dp_roles": "prefill:1,decode:1", "data_parallel_size": 2},
-        "--dp-roles: ranks of --device cuda cannot read one another's pages; leave it out",
+        {"device": "cuda", "dp_roles": "prefill:1,decode:1", "data_parallel_size": 2, "enable_sleep_mode": True},
+        "--enable-sleep-mode: ranks of --device cuda have one another's memory open, and none can give its own back; leave it out",
     ),
     (
         {"device": "cpu", "kv_offloading_size": 0.01, "kv_cache_dtype": "fp8", "calculate_kv_scales": True},

@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from page_copies import Answers, copied, copy_of, host_pages, written
 
 from meshlm.protocol.edges.kv import PageMemory, Segment
-from meshlm.workers.kv import mapped, mover
+from meshlm.workers.kv import mover
 from meshlm.workers.kv.mover import Mover
-from meshlm.workers.kv.pages import Column, HostPages, SharedBytes
+from meshlm.workers.kv.pages import Column, HostPages, OtherPages, SharedBytes
 
 NUM_PAGES, PAGE_BYTES = 7, 60
 
@@ -131,6 +131,7 @@ class Slow:
         self._pages = pages
         self.num_pages, self.page_bytes = pages.num_pages, pages.page_bytes
         self.memory: PageMemory | None = None
+        self.pins, self.open = False, pages.open
         self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
         self.num_copied = 0
 
@@ -138,7 +139,7 @@ class Slow:
         """Steps are done."""
 
     def copy(
-        self, columns: Sequence[Column], places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
+        self, other: OtherPages, places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
     ) -> None:
         def slowly() -> Iterator[tuple[int, int]]:
             for place in places:
@@ -147,7 +148,7 @@ class Slow:
                 yield place
                 self.num_copied += 1
 
-        self._pages.copy(columns, slowly(), is_load=is_load)
+        self._pages.copy(other, slowly(), is_load=is_load)
 
 
 def slow() -> tuple[Slow, Mover, Answers]:
@@ -234,21 +235,31 @@ def test_another_file_at_the_same_path_is_mapped_anew(tmp_path: Path) -> None:
     moving.close()
 
 
-def test_a_mapping_that_nobody_uses_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a process that is gone is not kept for ever."""
-    monkeypatch.setattr(mover, "UNUSED_S", 0.1)
-    monkeypatch.setattr(mapped, "UNUSED_S", 0.1)
+def test_a_mapping_is_given_up_once_its_process_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is not kept for ever; that of others is."""
+    monkeypatch.setattr(mover, "LOOK_S", 0.05)
     pages, _ = host_pages(NUM_PAGES, (PAGE_BYTES,))
     moving, answers = Mover(pages, pytest.fail), Answers()
-    path = written(tmp_path / "pages", PAGE_BYTES)
-    moving.submit(copy_of(PageMemory(path, 1, WHOLE), [0], [0], done=answers))
-    answers.get()
-    assert path in Path("/proc/self/maps").read_text("ascii")
+    paths = [written(tmp_path / name, PAGE_BYTES) for name in ("stays", "goes", "other")]
+    for path in paths:
+        moving.submit(copy_of(PageMemory(path, 1, WHOLE), [0], [0], done=answers))
+        answers.get()
+    os.unlink(paths[1])
+    os.replace(written(tmp_path / "new", PAGE_BYTES), paths[2])
     limit = time.monotonic() + 30
-    while path in Path("/proc/self/maps").read_text("ascii"):
+    while len(moving._mappings) > 1:
         assert time.monotonic() < limit
         time.sleep(0.02)
+    mapped = Path("/proc/self/maps").read_text("ascii")
+    assert [path in mapped for path in paths] == [True, False, False]
     moving.close()
+
+
+def test_memory_of_a_gpu_is_refused_by_the_host(tmp_path: Path) -> None:
+    pages, _ = host_pages(NUM_PAGES, (PAGE_BYTES,))
+    path = written(tmp_path / "pages", PAGE_BYTES)
+    answer = copied(pages, copy_of(PageMemory(path, 1, WHOLE, b"handle"), [0], [0]))
+    assert answer == (0, 0, f"{path}: memory of a GPU, which the host cannot read")
 
 
 def test_nobody_can_make_shared_memory_shorter() -> None:

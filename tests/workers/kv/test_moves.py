@@ -78,6 +78,7 @@ async def test_a_move_is_behind_the_plans_before_it() -> None:
     assert ready.page_bytes == PAGE
     assert ready.pages is not None
     one.tell(plan([0], [0], [25], [new(0, TOKENS, [5, 2, 7, 1])]))
+    await one.hear(StepResult)  # what is saved is of steps whose results are back
     shared = SharedBytes(4 * PAGE)
     store = PageMemory(shared.path, 4, (Segment(0, PAGE, PAGE),))
     one.tell(MovePages(1, 11, False, pack_i32([5, 2, 7]), pack_i32([3, 0, 1]), store))

@@ -1,0 +1,80 @@
+"""Memory of another process that the GPU copies from and to by itself (DMA): a file that is mapped here, and pinned.
+
+To pin memory takes as long as to write it for the first time, about a second for some GiB, and all of it is really there then. So it
+is pinned in stretches, each when a copy first needs it. Where the driver refuses, copies go by way of its own buffers, more slowly.
+"""
+
+import mmap
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+
+from meshlm.protocol.edges.kv import PageMemory
+from meshlm.workers.cuda import driver
+from meshlm.workers.kv.pages import HostColumns, HostMemory
+
+STRETCH = 64 << 20
+_log = structlog.get_logger()
+
+
+class Run(NamedTuple):
+    """Bytes of the host that one copy takes."""
+
+    address: int
+    num_bytes: int
+    is_pinned: bool
+
+
+class PinnedMemory:
+    """Used by the mover thread, whose driver calls are for the GPU."""
+
+    def __init__(self, file: mmap.mmap) -> None:
+        self._memory = HostMemory(file)
+        whole = np.frombuffer(file, np.uint8)
+        self._begin, self._end = whole.ctypes.data, whole.ctypes.data + len(whole)
+        self._stretches: dict[int, bool] = {}  # whether it is pinned
+        self._refused = False
+
+    def pages(self, memory: PageMemory) -> "PinnedColumns":
+        """As OtherMemory has it."""
+        return PinnedColumns(self._memory.pages(memory), self)
+
+    def runs(self, address: int, num_bytes: int) -> Iterator[Run]:
+        """Cuts what is copied where another stretch begins: a copy may not span two."""
+        end = address + num_bytes
+        while address < end:
+            nth = (address - self._begin) // STRETCH
+            until = min(end, self._begin + (nth + 1) * STRETCH)
+            yield Run(address, until - address, self._is_pinned(nth))
+            address = until
+
+    def _is_pinned(self, nth: int) -> bool:
+        if (known := self._stretches.get(nth)) is None:
+            known = self._stretches[nth] = not self._refused and self._pin(nth)
+        return known
+
+    def _pin(self, nth: int) -> bool:
+        begin = self._begin + nth * STRETCH
+        try:
+            driver.register(begin, min(STRETCH, self._end - begin))
+        except driver.DriverError as error:
+            self._refused = True
+            _log.warning("the host's memory for KV pages is not pinned: copies take longer", reason=str(error))
+        return not self._refused
+
+    def close(self) -> None:
+        """As OtherMemory has it."""
+        for nth, is_pinned in self._stretches.items():
+            if is_pinned:
+                driver.unregister(self._begin + nth * STRETCH)
+        self._stretches.clear()
+
+
+class PinnedColumns(HostColumns):
+    """Pages of it."""
+
+    def __init__(self, pages: HostColumns, memory: PinnedMemory) -> None:
+        super().__init__(pages.columns)
+        self.memory = memory
