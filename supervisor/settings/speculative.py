@@ -27,6 +27,7 @@ ABSENT = {
     "extract_hidden_states": "hidden states are not given out",
     "custom_class": "a drafter of another package is an entry point of meshlm.drafters, whose name is the method",
 }
+ON_GPU = ("ngram",)
 OF_MODEL = ("draft_model", "eagle", "eagle3")  # methods of another model
 _ANY = 1 << 30
 # Key -> the kind of its number, and from where to where it may be.
@@ -94,11 +95,29 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
         return
     name = f.spec.architecture
     yield f.device == "fake", "--device fake", "it drafts what --fake-drafts says; give that alone"
-    yield f.device != "cpu", f"--device {f.device}", f"drafts are computed on --device cpu so far; leave out {FLAG}"
+    on_gpu = f.device == "cuda"
+    yield (
+        f.device != "cpu" and not on_gpu,
+        f"--device {f.device}",
+        f"drafts are computed on CPUs and GPUs; leave out {FLAG}",
+    )
     yield pools or f.spec.encoder_only, FLAG, f"{name} gives vectors here, and no text to draft; leave it out"
     yield f.spec.audio_encoder is not None, FLAG, f"{name} hears, and its answers are not drafted so far; leave it out"
     why = f"caches of a model that drafts do not fit into pages of the states of {name}; use ngram, suffix or mtp"
     method = c.speculative.method
+    name_of_method = f"{FLAG}: method {method}"
+    yield on_gpu and method not in ON_GPU, name_of_method, f"on a GPU there are {', '.join(ON_GPU)} so far"
+    yield (
+        on_gpu and f.spec.state is not None,
+        FLAG,
+        f"states of {name} go back on --device cpu alone so far; leave it out",
+    )
+    yield (
+        on_gpu and c.parallel.pipeline_parallel_size > 1,
+        FLAG,
+        "on GPUs the stages of a pipeline draft nothing so far; leave it out",
+    )
+    yield on_gpu and c.lockstep, FLAG, "GPUs that share experts draft nothing so far; leave it out"
     yield f.spec.state is not None and method in OF_MODEL, f"{FLAG}: method {method}", why
     staged, why = (
         c.parallel.pipeline_parallel_size > 1,

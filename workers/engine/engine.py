@@ -31,7 +31,7 @@ from meshlm.workers.engine.compute import Compute
 from meshlm.workers.engine.extra_kinds import kinds_of
 from meshlm.workers.engine.kit import TorchInputs, TorchKit
 from meshlm.workers.engine.kv_scales import scales_of
-from meshlm.workers.engine.pending import PendingStep, timeline_of
+from meshlm.workers.engine.pending import Outcome, PendingStep, timeline_of
 from meshlm.workers.engine.sleeper import Sleeper
 from meshlm.workers.engine.together import EAGER, StepExecution, Together, reads_across
 from meshlm.workers.graphs.keys import MIXED_TOKENS, Key
@@ -45,7 +45,8 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.speculative.drafters import drafter_of
+from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
+from meshlm.workers.speculative.drafters import device_drafter_of, drafter_of
 from meshlm.workers.speculative.verification import Verification
 from meshlm.workers.states.drafted import DraftStates
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
@@ -111,7 +112,8 @@ class ModelEngine:
         self._kv_scales = scales_of(self)
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
-        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares)
+        of_device = 0 if device.type == "cpu" else device_lines(rows, config.speculative.num_speculative_tokens)
+        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares, of_device)
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
@@ -122,7 +124,7 @@ class ModelEngine:
         self.verification = self._make_verification()
         self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
-        self._timeline = timeline_of(device, rows)
+        self._timeline = timeline_of(device, self.rows)
         kit.compile_ahead(self, report)
         count, lines = self._num_pages(report)
         self._make_draft_states(count, lines)
@@ -142,7 +144,7 @@ class ModelEngine:
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         pooled = 4 * self._pooled_size()
         drafts = self.config.speculative.num_speculative_tokens
-        facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or NO_LIMIT)
+        facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or of_device or NO_LIMIT)
         facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
         self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
@@ -173,11 +175,16 @@ class ModelEngine:
         others = [0 if head is None else head.num_labels, *(one.outputs for one in (pooling.dense if pooling else ()))]
         return max(self.resolved.spec.hidden_size, *others)
 
-    def _make_verification(self) -> Verification | None:
+    def _make_verification(self) -> Verification | DeviceVerification | None:
         """Makes what drafts and verifies (--speculative-config)."""
         if not self.config.speculative.method:
             return None
-        assert isinstance(self.inputs, TorchInputs)  # as the settings say
+        if not isinstance(self.inputs, TorchInputs):
+            return DeviceVerification(self.config.speculative, device_drafter_of(self), self.rows, self.inputs)
+        if self.device.type != "cpu":
+            raise ProcessFatal(
+                "--speculative-config: plain torch computes on this GPU, and drafts nothing there; leave it out"
+            )
         staged = self.shard.pp_size > 1
         return Verification(self.config.speculative, drafter_of(self), self.rows, self.inputs, staged=staged)
 
@@ -333,7 +340,10 @@ class ModelEngine:
             return EAGER
         uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
         seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=uniform) else None
-        key = self.graphs.find(step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared)
+        drafts = step.shows_drafts
+        key = self.graphs.find(
+            step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared, drafts=drafts
+        )
         if key is not None and not key.shared:
             step.shared = None
         return StepExecution(key)
@@ -343,14 +353,16 @@ class ModelEngine:
         changes, segments = self.rows.changes(plan)
         step = self.rows.step(plan)
         if self.verification is not None:
-            self.verification.draft(step, plan, changes, segments)
-            changes, segments = NOTHING, 0
+            step, changes, segments = self.verification.draft(step, plan, changes, segments)
         places, extras = step.places, self.extras.for_step(step) if self.extras.num_rows else []
         key, cut, rebalance = self._execution(step, plan, extras)
         graphs = key.graphs(pause=any(extra.needs_pause for extra in extras)) if key is not None else ()
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
-        self.inputs.send(step, step.n if key is None else key.requests, changes, segments, places)
+        size = step.n if key is None else key.requests
+        self.inputs.send(step, size, changes, segments, places)
+        if self.verification is not None:
+            self.verification.place(step, size)
         if not self._is_first:
             self.comm.receive(self.intermediate_tensors[: step.t])
         for each in graphs:
@@ -372,18 +384,18 @@ class ModelEngine:
         chooses = self._is_last and len(places) > 0
         if chooses:
             self.head.sample_rest(step)
-        tokens, counts = self._timeline.fetch(self.head.sampled[: step.num_lines]), None
-        if self.verification is not None and hidden is not None and self._is_last:
-            tokens, counts = self.verification.accept(step, tokens, hidden)
-        details = self.head.logprobs(step, counts) if chooses else []
+        sampled = self.head.sampled[: step.num_lines]
+        if self.verification is None:
+            outcome = Outcome(self._timeline.fetch(sampled))
+        else:
+            outcome = self.verification.accept(step, sampled, hidden if self._is_last else None, self._timeline)
+        details = self.head.logprobs(step, outcome.counts) if chooses else []
         before, self._last = self._last, self._timeline.mark()
         for extra in extras:
-            extra.after_head(tokens, self._last, counts)
+            extra.after_head(outcome.tokens, self._last, outcome.counts)
         launched_ns = self._timeline.launched_ns(begun_ns)
         result = StepResult(plan.session, plan.step, b"", received_ns=received_ns, launched_ns=launched_ns)
-        if step.drafts is not None:
-            result = replace(result, drafted=step.drafts.counts.tobytes())
-        return PendingStep(result, tokens, counts, places, details, extras, (before, begin, self._last))
+        return PendingStep(result, outcome, step, details, extras, (before, begin, self._last))
 
     def _replay(self, graphs: Sequence[Key], extras: list[StepExtra[Tensor]]) -> None:
         """The step's graph; or the model's, beside which the host does something for its extras, and the head's."""

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
+from meshlm.kernels.verify.kernel import MOST
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows
@@ -60,17 +61,18 @@ class Staging:
 
 
 class TritonInputs:
-    """See `TorchInputs`. For steps of up to `max_rows` requests and one that is padding (workers/graphs)."""
+    """See `TorchInputs`. For steps of up to `max_lines` requests and one that is padding (workers/graphs)."""
 
     def __init__(self, rows: DeviceRows, staging: Staging, device: torch.device, *, samples: bool = True) -> None:
         """samples: whether tokens are sampled here (not on a stage of a pipeline before the last)."""
-        self._rows, self._staging, self._device, self._samples = rows, staging, device, samples
+        self._rows, self.staging, self._device, self._samples = rows, staging, device, samples
+        self.verified: Columns | None = None  # where drafts are verified: the requests of the step
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._tables = rows.block_tables.unbind()
 
     @property
     def _changes_at(self) -> int:
-        most, prefixes = self._rows.max_rows + 1, self._rows.prefixes
+        most, prefixes = self._rows.max_lines + 1, self._rows.prefixes
         return 4 * aligned(most) + (0 if prefixes is None else prefixes.offsets(most)[-1])
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
@@ -80,14 +82,14 @@ class TritonInputs:
             more = 0 if prefixes is None else prefixes.offsets(size)[-1]
             host = np.zeros(4 * aligned(size) + more, np.int32)
             self._fill(host, step, size, places)
-            self._staging.send(host, self._buffer)
+            self.staging.send(host, self._buffer)
             return
         beside = len(changes) <= INTS - self._changes_at
         host = np.zeros(self._changes_at + (len(changes) if beside else 0), np.int32)
         self._fill(host, step, size, places)
         if beside:
             host[self._changes_at :] = changes
-        self._staging.send(host, self._buffer)
+        self.staging.send(host, self._buffer)
         scatter(self._buffer[self._changes_at :] if beside else self._apart(changes), segments, self._rows.state)
 
     def _fill(self, host: I32, step: StepColumns, size: int, places: NDArray[np.int64]) -> None:
@@ -108,12 +110,12 @@ class TritonInputs:
     def _apart(self, changes: I32) -> Tensor:
         """A copy on the GPU, of more than the buffer holds."""
         where = torch.empty(len(changes), dtype=torch.int32, device=self._device)
-        self._staging.send(changes, where)
+        self.staging.send(changes, where)
         return where
 
     def clear(self) -> None:
         """Requests without tokens, whatever their number: what is captured next computes nothing that counts."""
-        self._staging.send(np.zeros(self._changes_at, np.int32), self._buffer)
+        self.staging.send(np.zeros(self._changes_at, np.int32), self._buffer)
 
     def columns(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """rows, starts, ends, places int32 [size] of a step that is padded to `size` requests."""
@@ -128,6 +130,8 @@ class TritonInputs:
         columns = (column[first:].tolist() for column in (step.rows, step.starts, begins, step.counts))
         known = KnownRequests(first, first, tuple(map(Prompt, *columns)))
         batch = self._batch((step.n, step.t), first, count, padded=False)
+        if step.shows_drafts:
+            batch = self._verified(batch)
         return replace(batch, known=known, shared=self._shared(step.n) if step.shared is not None else {})
 
     def _shared(self, size: int) -> Mapping[int, SharedPrefixes]:
@@ -144,17 +148,23 @@ class TritonInputs:
 
     def num_lines(self, requests: int) -> int:
         """Lines of the head in a step that is padded to so many requests, of which one may be more than run."""
-        return min(requests, self._rows.max_rows)
+        return min(requests, self._rows.max_lines)
 
-    def padded(self, requests: int, tokens: int, *, shared: bool = False) -> StepInputs:
+    def padded(self, requests: int, tokens: int, *, shared: bool = False, verified: bool = False) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample. shared:
-        it was sent with prefixes that are shared, or cleared."""
+        it was sent with prefixes that are shared, or cleared. verified: tokens see others of the step."""
         if tokens == requests:
             batch = self._batch((requests, tokens), requests, 0, padded=True)
         else:
             count = self.num_lines(requests) if self._samples else 0
             batch = self._batch((requests, tokens), UNKNOWN, count, padded=True)
+        if verified:
+            return self._verified(batch)
         return replace(batch, shared=self._shared(requests)) if shared else batch
+
+    def _verified(self, batch: StepInputs) -> StepInputs:
+        """A batch whose decodes stand token by token."""
+        return replace(batch, verified=self.verified, queries=MOST)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         return halves_of(batch, cut)

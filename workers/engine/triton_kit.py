@@ -37,6 +37,7 @@ from meshlm.workers.graphs.keys import (
     Key,
     graph_keys,
     graphs_to_warm_up,
+    keys_of_drafts,
     long_requests,
     long_to_warm_up,
     mode_of,
@@ -50,6 +51,7 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.shared_prefixes import PrefixTables
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
+from meshlm.workers.speculative.device_verification import DeviceVerification
 from meshlm.workers.states.torch_states import WrongStates
 
 _log = structlog.get_logger()
@@ -79,6 +81,8 @@ class TritonKit(TorchKit):
         )  # fmt: skip
         if not together:
             keys += _short_decodes(engine, keys)
+        if engine.verification is not None and any(key.uniform for key in keys):
+            keys += keys_of_drafts(engine.rows.max_lines)
         if engine.together is not None:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)
@@ -256,6 +260,8 @@ class TritonKit(TorchKit):
             if engine.shard.is_last:
                 self._head.one_line()
                 self._head.warm_up_masks()
+        if isinstance(engine.verification, DeviceVerification):
+            engine.verification.warm_up()
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inputs.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

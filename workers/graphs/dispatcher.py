@@ -116,12 +116,13 @@ class Dispatcher:
         contexts: Contexts | None = None,
         num_prompts: int = 0,
         shared: bool = False,
+        drafts: bool = False,
     ) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
         shared: its decodes share prefixes. A graph without that does, too, as long as there is no other.
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it."""
-        decodes, mixed = self._halved if halves else (self._decodes, self._mixed)
+        decodes, mixed = self._halved if halves else (self._drafts if drafts else self._decodes, self._mixed)
         if uniform:
             fitting = [key for key in decodes if key.requests >= num_requests]
             if fitting:
@@ -221,7 +222,7 @@ class Dispatcher:
             self._capture(key)  # the same kernels, launched one by one
             return
         if key.part != HEAD:
-            more = "_shared" if key.shared else "_long" if key.contexts == LONG else ""
+            more = "_shared" if key.shared else "_long" if key.contexts == LONG else "_drafts" if key.drafts else ""
             self.replays[("decode" if key.uniform else "mixed") + more] += 1
         graph.replay()
 
@@ -231,7 +232,11 @@ class Dispatcher:
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
         their memory."""
         longest = {key.requests: key for key in self._mixed}.values()
-        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {*self._decodes[-1:], *longest}
+        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {
+            *self._decodes[-1:],
+            *self._drafts[-1:],
+            *longest,
+        }
         return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:
@@ -255,7 +260,7 @@ class Dispatcher:
 
     def background(self) -> None:
         """Capture one more graph: decodes first, the largest first (the others fit in its memory)."""
-        for keys in (self._decodes, self._short, self._mixed, *self._halved):
+        for keys in (self._decodes, self._short, self._drafts, self._mixed, *self._halved):
             for key in reversed(keys):
                 if key not in self._graphs:
                     self.make(key)
@@ -278,7 +283,9 @@ class Dispatcher:
         self.keys = keys
         self._short = [key for key in keys if key.contexts == SHORT]
         whole, halved = ([key for key in keys if key.halves == are and key.contexts == ANY] for are in (False, True))
-        self._decodes = [key for key in whole if key.uniform]
+        self._decodes, self._drafts = (
+            [key for key in whole if key.uniform and key.drafts == are] for are in (False, True)
+        )
         self._mixed = [key for key in whole if not key.uniform]
         self._halved = ([key for key in halved if key.uniform], [key for key in halved if not key.uniform])
 

@@ -40,11 +40,12 @@ class Key(NamedTuple):
     part: str = WHOLE  # of the step: with grammars the head waits for masks, and is a graph of its own
     shared: bool = False  # decodes read shared prefixes together, where there are any (rows/shared_prefixes.py)
     contexts: str = ANY  # of decodes: SHORT; of mixed steps: LONG
+    drafts: bool = False  # decodes of several tokens each, which stand as requests of their own
 
     def of(self, part: str) -> "Key":
         """The graph of this part of the step; the head knows nothing of contexts."""
         if part == HEAD:
-            return self._replace(part=part, shared=False, contexts=ANY)
+            return self._replace(part=part, shared=False, contexts=ANY, drafts=False)
         return self._replace(part=part)
 
     def graphs(self, *, pause: bool) -> "tuple[Key, ...]":
@@ -57,9 +58,9 @@ class Key(NamedTuple):
         return self.tokens == self.requests
 
     @property
-    def kind(self) -> tuple[bool, str, bool, str]:
+    def kind(self) -> tuple[bool, str, bool, str, bool]:
         """The part of a key that those share that launch the same kernels."""
-        return self.uniform, self.part, self.shared, self.contexts
+        return self.uniform, self.part, self.shared, self.contexts, self.drafts
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -101,6 +102,11 @@ def graph_keys(
             and 2 * num_parameters * tokens / FLOP_PER_S <= launches_s
         ]
     return sorted(key for key in keys if most_tokens is None or key.tokens <= most_tokens)
+
+
+def keys_of_drafts(max_lines: int) -> list[Key]:
+    """Graphs of decodes with drafts, by their tokens: any mix of drafts fits. max_lines: tokens of a step, at most."""
+    return [Key(size, size, drafts=True) for size in decode_sizes(max_lines)[1:]]
 
 
 def long_requests(max_num_seqs: int) -> list[int]:
@@ -169,7 +175,8 @@ def graphs_to_warm_up(keys: list[Key], rows: set[int], most: int) -> list[Key]:
     """One of the graphs of each kind: eager steps have neither lines that are in order nor one request more than may run.
 
     rows: as for `steps_to_warm_up`, which have up to `most` tokens; with few requests the padding of a graph makes them more."""
-    decodes = [key for key in keys if key.uniform and key.contexts == ANY]
+    drafts = [key for key in keys if key.drafts]
+    decodes = [key for key in keys if key.uniform and key.contexts == ANY and not key.drafts]
     short = [key for key in keys if key.contexts == SHORT]
     mixed: dict[int, Key] = {}
     for key in keys:
@@ -178,7 +185,7 @@ def graphs_to_warm_up(keys: list[Key], rows: set[int], most: int) -> list[Key]:
     wide = {
         max((key for key in keys if not key.uniform and most < key.tokens <= number), default=None) for number in rows
     }
-    return decodes[:1] + short + list(mixed.values()) + sorted(key for key in wide if key is not None)
+    return decodes[:1] + drafts[:1] + short + list(mixed.values()) + sorted(key for key in wide if key is not None)
 
 
 def long_to_warm_up(keys: list[Key], requests: Sequence[int]) -> list[Key]:

@@ -95,7 +95,7 @@ class LogitsSampler:
     ) -> None:
         """lines: 0 where it chooses nothing (a stage of a pipeline that is not the last)."""
         self._model, self._rows, self._device = model, rows, device
-        count, vocab = rows.max_rows, model.spec.vocab_size
+        count, vocab = rows.max_lines, model.spec.vocab_size
         lines = self._lines = min(count, lines)
         self.alone = False  # log-probabilities and the general sampler take line by line, as if each were the only one
         self.logits = torch.empty(lines, vocab, dtype=dtype, device=device)
@@ -177,7 +177,8 @@ class LogitsSampler:
         self.by_torch(sample_rows(step, columns), columns)
 
     def logprobs(self, step: StepColumns, counts: I32 | None) -> list[Details]:
-        return self.details(step.rows[step.places], step.places, self._rows.table.columns)
+        places = step.places if step.verified is None else step.verified.origins[step.places]
+        return self.details(step.rows[step.places], places, self._rows.table.columns)
 
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
@@ -225,8 +226,10 @@ class LogitsSampler:
         index = put(lines, self._device)
         hidden, token_ids = self.hidden[index], self.sampled[index].long().clamp_(min=0)
         packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen, alone=self.alone)
-        named = zip(places[lines].tolist(), widths, strict=True)
-        return [Details(packed, [Part(place, nth, nth + 1, width) for nth, (place, width) in enumerate(named)])]
+        # The lines of a request stand together.
+        named, begins, counts = np.unique(places[lines], return_index=True, return_counts=True)
+        each = zip(named.tolist(), begins.tolist(), counts.tolist(), strict=True)
+        return [Details(packed, [Part(place, begin, begin + count, widths[begin]) for place, begin, count in each])]
 
     def warm_up_masks(self) -> None:
         """Compiles what steps with masks need beside others."""

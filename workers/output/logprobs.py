@@ -73,6 +73,18 @@ def unpack(values: NDArray[np.int32], width: int) -> LogprobColumns:
     )
 
 
+def first(columns: LogprobColumns, count: int) -> LogprobColumns:
+    """Those of the first `count` positions."""
+    width = columns.width
+    return LogprobColumns(
+        width=width,
+        logprobs=columns.logprobs[: 4 * count],
+        ranks=columns.ranks[: 4 * count],
+        top_ids=columns.top_ids[: 4 * width * count],
+        top_logprobs=columns.top_logprobs[: 4 * width * count],
+    )
+
+
 def columns(logits: Tensor, token_ids: Tensor, width: int) -> LogprobColumns:
     """The same at once, on the host."""
     return unpack(packed(logits, token_ids, width).cpu().numpy(), width)

@@ -98,6 +98,8 @@ def dry_last_n(params: SamplingParams) -> int:
 
 COLUMNS = (
     Column("num_prompt_tokens", np.int32, None),
+    # tokens that are no drafts: of a new row; where drafts are verified without waiting, its device goes on from there
+    Column("num_known", np.int32, None),
     _field("temperature", np.float32),
     Column("min_p", np.float32, lambda params: 0.0 if params.truncates_as_llama else params.min_p),
     Column("top_k", np.int32, lambda params: 0 if params.truncates_as_llama else max(0, params.top_k)),  # 0: off

@@ -41,9 +41,12 @@ class DeviceRows:
         device: torch.device,
         num_groups: int = 1,
         shares: tuple[int, ...] = (),
+        draft_lines: int = 0,
     ) -> None:
+        """draft_lines: of a step's rows with drafts, at most: their drafts, and each row's known token."""
         self.table = table = RowTable(max_rows, max_model_len, block_size, num_groups, shares)
         self.max_rows, self.block_size, self.num_groups = max_rows, block_size, num_groups
+        self.max_lines = max_rows + draft_lines  # of logits in a step
         self.state = zeros((table.num_ints,), torch.int32, device)
         self.tokens, self.block_tables = (
             self.state[region.begin : region.end].view(region.shape) for region in (table.tokens, table.block_tables)

@@ -46,6 +46,24 @@ class Drafts(NamedTuple):
     tokens: I32  # [sum(counts)], request by request
 
 
+class Verified(NamedTuple):
+    """The requests of a step as its plan has them, of one in which each token of a decode stands as a request of its own: only the
+    device knows where. Of m requests: all decodes, then the others that sample."""
+
+    rows: I32  # [m]
+    ends: I32  # [m] prefix sums of the tokens of decodes; others have none
+    starts: I32  # [m] where a decode's tokens begin in its row; -1: at its last known token
+    firsts: I32  # [m] the first line of logits
+    drafts: I32  # [m] -1: it does not sample
+    origins: I64  # [n] place in the plan of each request of the step
+    places: I64  # [s] in the plan, of those that sample ...
+    lines: I32  # [s] ... and how many lines of logits each has
+
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.lines) < int(self.lines.sum())
+
+
 class Lines(NamedTuple):
     """The tokens of a step behind which one is sampled: the last known one of each request that samples, and its drafts."""
 
@@ -57,7 +75,7 @@ class Lines(NamedTuple):
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
-    __slots__ = ("counts", "drafts", "n", "places", "rows", "samples", "shared", "starts", "t")
+    __slots__ = ("counts", "drafts", "n", "places", "rows", "samples", "shared", "starts", "t", "verified")
 
     def __init__(self, plan: StepPlan) -> None:
         self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
@@ -67,6 +85,7 @@ class StepColumns:
         self.places = np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)  # that sample
         self.shared: Clusters | None = None  # its decodes that read prefixes together
         self.drafts: Drafts | None = None  # among its tokens; set before the head is launched
+        self.verified: Verified | None = None  # where only the device knows how long rows are
 
     @property
     def num_lines(self) -> int:
@@ -93,6 +112,11 @@ class StepColumns:
         ends = np.cumsum(self.counts)
         first = np.minimum(self.counts, np.maximum(cut - (ends - self.counts), 0))
         return _some(self, first, self.starts), _some(self, self.counts - first, self.starts + first)
+
+    @property
+    def shows_drafts(self) -> bool:
+        """Whether tokens see others of their row that this step computes, though each stands as a request of its own."""
+        return self.verified is not None and self.verified.has_drafts
 
     @property
     def uniform(self) -> bool:

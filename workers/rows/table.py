@@ -79,7 +79,8 @@ class RowTable:
 
     def _add_row(self, new: NewRow, changes: Changes) -> None:
         row, blocks = new.row, self.pages(new.block_ids)
-        self.columns.set(row, new.sampling, num_prompt_tokens=new.num_prompt_tokens, **self.extras.columns_of(new))
+        of_plan = {"num_prompt_tokens": new.num_prompt_tokens, "num_known": len(new.token_ids) // 4}
+        self.columns.set(row, new.sampling, **of_plan, **self.extras.columns_of(new))
         self._num_blocks[row] = len(blocks)
         changes.run(row * self.width, np.frombuffer(new.token_ids, np.int32))
         tables = self._table_at + row * self.table_width

@@ -10,6 +10,7 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.models.drafters import StateDrafter
 from meshlm.workers.rows.changes import I32
+from meshlm.workers.speculative.device_drafter import DeviceDrafter, DeviceNgram
 from meshlm.workers.speculative.draft_passes import DraftPasses
 from meshlm.workers.speculative.drafter import Drafter
 from meshlm.workers.speculative.model_drafter import ModelDrafter
@@ -33,6 +34,14 @@ def _of_plugin(name: str) -> MakeDrafter:
     except plugins.PluginError as error:
         raise ProcessFatal(str(error)) from None
     return _makers[name]
+
+
+def device_drafter_of(engine: "ModelEngine") -> DeviceDrafter:
+    """The drafter of an engine on a GPU."""
+    config = engine.config.speculative
+    if config.method == "ngram":
+        return DeviceNgram(engine.rows, config)
+    raise ProcessFatal(f"--speculative-config: method {config.method} drafts nothing on a GPU so far; use ngram")
 
 
 def drafter_of(engine: "ModelEngine") -> Drafter:

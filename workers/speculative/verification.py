@@ -16,8 +16,10 @@ from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar
+from meshlm.workers.engine.pending import Outcome, Timeline
 from meshlm.workers.output.sampler import uniforms
 from meshlm.workers.rows.changes import I32, I64
+from meshlm.workers.rows.changes import NOTHING as UNCHANGED
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.extras.extra import RowExtra
 from meshlm.workers.rows.step_columns import Drafts, StepColumns
@@ -67,9 +69,9 @@ class Verification(RowExtra[Any]):
     def reset(self) -> None:
         self._drafter.reset()
 
-    def draft(self, step: StepColumns, plan: StepPlan, changes: I32, segments: int) -> None:
+    def draft(self, step: StepColumns, plan: StepPlan, changes: I32, segments: int) -> tuple[StepColumns, I32, int]:
         """Gives the step the places where its rows really are, and as many drafts as the plan allows and the drafter finds, once the
-        plan's changes are in the rows. The drafts are written behind the rows' tokens."""
+        plan's changes are in the rows: no changes are left. The drafts are written behind the rows' tokens."""
         self._inputs.apply(changes, segments)
         places, starts, counts = step.places, step.starts.copy(), step.counts.copy()
         rows = step.rows[places]
@@ -84,6 +86,10 @@ class Verification(RowExtra[Any]):
         if self._staged:
             drafted = 0 if step.drafts is None else step.drafts.counts
             self._drafter.computed(step, np.ones(len(places), np.int32) + drafted, NO_STATES)
+        return step, UNCHANGED, 0
+
+    def place(self, step: StepColumns, size: int) -> None:
+        """The host has said where tokens stand."""
 
     def _draft(self, rows: I32, known: I64, most: I32) -> Drafts:
         """The drafts of these rows, of which each may have so many."""
@@ -97,16 +103,18 @@ class Verification(RowExtra[Any]):
         self._tokens[np.repeat(rows, guessed.counts), (known[:, None] + behind)[drafted]] = tokens
         return Drafts(counts, tokens)
 
-    def accept(self, step: StepColumns, sampled: I32, hidden: Tensor) -> tuple[I32, I32]:
+    def accept(self, step: StepColumns, sampled: Tensor, hidden: Tensor | None, timeline: Timeline) -> Outcome:
         """As `_accepted`, which the drafter then learns. hidden [t, hidden]: the last states of the step's tokens."""
-        tokens, counts = self._accepted(step, sampled)
-        if self._staged:
-            return tokens, counts
-        self._num_known[step.rows[step.places]] += counts
-        if self._inputs.draft_states is not None:
-            self._inputs.draft_states.keep(step, counts)
-        self._drafter.computed(step, counts, hidden)
-        return tokens, counts
+        drafted = None if step.drafts is None else step.drafts.counts
+        if hidden is None:  # no requests, or a stage that samples nothing
+            return Outcome(timeline.fetch(sampled), drafted=drafted)
+        tokens, counts = self._accepted(step, timeline.fetch(sampled))
+        if not self._staged:
+            self._num_known[step.rows[step.places]] += counts
+            if self._inputs.draft_states is not None:
+                self._inputs.draft_states.keep(step, counts)
+            self._drafter.computed(step, counts, hidden)
+        return Outcome(tokens, counts, drafted)
 
     def _accepted(self, step: StepColumns, sampled: I32) -> tuple[I32, I32]:
         """Of the sampled tokens [lines], a view of the head's, those that rows get, and how many each sampling request gets: the

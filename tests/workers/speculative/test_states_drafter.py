@@ -161,7 +161,7 @@ def test_drafts_are_those_of_a_computation_from_scratch(drafting: ModelEngine) -
     for most in ([MOST, 0, 2], [0, MOST, 1], [MOST] * 3):
         add(texts, decode(drafting, [0, 1, 2], most), [0, 1, 2])
         verification = drafting.verification
-        assert verification is not None
+        assert isinstance(verification, Verification)
         known = [prompt + text.tokens for prompt, text in zip(PROMPTS, texts, strict=True)]
         rows, lens = np.arange(3, dtype=np.int32), np.array(list(map(len, known)), np.int64)
         drafts = verification._drafter.propose(rows, lens, np.array([MOST, MOST, 2], np.int32))
@@ -181,7 +181,7 @@ def test_chunks_of_a_prompt_make_no_difference(drafting: ModelEngine, chunks: tu
         text = tokens_of(step(drafting, [(1, start - count, count, start == len(prompt))], news))
         news = []
     verification, known = drafting.verification, prompt + text
-    assert verification is not None
+    assert isinstance(verification, Verification)
     drafts = verification._drafter.propose(np.array([1], np.int32), np.array([26]), np.array([MOST], np.int32))
     assert drafts.tokens[0].tolist() == from_scratch(drafting, known, MOST)
 

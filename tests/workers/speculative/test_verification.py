@@ -27,6 +27,7 @@ from meshlm.workers.engine import engine
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.engine.pending import Timeline
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
 from meshlm.workers.rows.step_columns import Drafts as Verified
@@ -204,8 +205,9 @@ def test_acceptance_by_chance(made: ModelEngine, scripted: Scripted) -> None:
         verification._num_known[:] = 20
         columns = columns_of(np.arange(3, dtype=np.int32), np.full(3, 19, np.int32), np.full(3, 4, np.int32))
         columns.drafts = Verified(np.full(3, 3, np.int32), np.zeros(9, np.int32))
-        sampled = np.full(12, 5, np.int32)
-        tokens, counts = verification.accept(columns, sampled, torch.empty(0))
+        sampled = torch.full((12,), 5, dtype=torch.int32)
+        tokens, counts, _ = verification.accept(columns, sampled, torch.empty(0), Timeline()).told()
+        assert counts is not None
         assert (tokens[np.cumsum(counts) - 1][counts < 4] != 0).all(), "what differs is no draft"
         kept += np.bincount(counts - 1, minlength=4)
     shares = 1 - np.cumsum(kept)[:3] / kept.sum()
@@ -224,5 +226,6 @@ def test_a_grammar_is_kept_to_where_drafts_are_accepted_by_chance(made: ModelEng
         known = len(PROMPTS[0])
         columns = columns_of(np.zeros(1, np.int32), np.array([known - 1], np.int32), np.array([4], np.int32))
         columns.drafts = Verified(np.array([3], np.int32), np.full(3, 9, np.int32))
-        tokens, _ = verification.accept(columns, np.array([9, 5, 9, 5], np.int32), torch.empty(0))
+        sampled = torch.tensor([9, 5, 9, 5], dtype=torch.int32)
+        tokens, *_ = verification.accept(columns, sampled, torch.empty(0), Timeline()).told()
         assert tokens.tolist() == wanted

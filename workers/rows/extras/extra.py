@@ -15,9 +15,10 @@ from meshlm.protocol.edges.step import NewRow, RowFailed, StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extra_kind import ExtraKind
 from meshlm.protocol.extras import find_extra
-from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import Mark, StepColumns
 
+Found = TypeVar("Found")
 States = TypeVar("States")  # of a step's tokens: hidden states in a tensor, or what the fake model has
 
 
@@ -61,17 +62,22 @@ class StepExtra(Generic[States]):
         return StepFindings()
 
 
-def with_findings(result: StepResult, extras: Sequence[StepExtra[Any]]) -> StepResult:
-    """The result of a step, and in it what its extras have found."""
+def with_findings(result: StepResult, extras: Sequence[StepExtra[Any]], origins: I64 | None = None) -> StepResult:
+    """The result of a step, and in it what its extras have found. origins: place in the plan of each request of the step, where these
+    are others."""
     for extra in extras:
         found = extra.findings()
         result = replace(
             result,
-            pooled=result.pooled | found.pooled,
-            prompt_logprobs=result.prompt_logprobs | found.prompt_logprobs,
-            failed=result.failed | found.failed,
+            pooled=result.pooled | _at(found.pooled, origins),
+            prompt_logprobs=result.prompt_logprobs | _at(found.prompt_logprobs, origins),
+            failed=result.failed | _at(found.failed, origins),
         )
     return result
+
+
+def _at(found: dict[int, Found], origins: I64 | None) -> dict[int, Found]:
+    return found if origins is None else {int(origins[place]): one for place, one in found.items()}
 
 
 class RowExtra(Generic[States]):
