@@ -53,10 +53,10 @@ def _ngram(
 def ngram(
     rows: Tensor, drafts: Tensor, known: Tensor, tokens: Tensor, found: Tensor, m: int, shortest: int, longest: int
 ) -> None:
-    """Prompt lookup (Saxena 2023) for the first m requests: each row's last tokens, `longest` of them or as many as there are, `shortest`
-    at least, are looked for earlier in the row; of the places with most of them the first counts. What follows there (again and again,
-    where the row ends within it) is written behind the row's known tokens. tokens int32 [rows, width]; found int32 [m]: so many, 0:
-    none, and what stands behind the row is what stood there."""
+    """Prompt lookup (Saxena 2023) for the first m requests: each row's last tokens, `longest` of them or as many as there are,
+    `shortest` at least, are looked for earlier in the row; of the places with most of them the first counts. What follows there (again
+    and again, where the row ends within it) is written behind the row's known tokens. tokens int32 [rows, width]; found int32 [m]: so
+    many, 0: none, and what stands behind the row is what stood there."""
     _ngram[(m,)](
         rows, drafts, known, tokens, tokens.stride(0), found, shortest, longest, MOST=MOST, BLOCK=1024, num_warps=4
     )  # fmt: skip
@@ -122,9 +122,9 @@ def accept(
     columns: tuple[Tensor, Tensor, Tensor, Tensor], known: Tensor, own: Tensor, entries: Tensor, sampled: Tensor, counts: Tensor,
     tokens: Tensor, draws: tuple[Tensor, Tensor], m: int, chance: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """columns: rows, ends, firsts, drafts. counts int32 [m] gets the tokens of each request: its drafts that are kept, and the one that is
-    sampled behind them; 0 where it does not sample; `known` grows by them. sampled int32 [lines]; own, entries: as `place` left them.
-    draws: seeds int32 [rows, 2] and prompt lengths int32 [rows].
+    """columns: rows, ends, firsts, drafts. counts int32 [m] gets the tokens of each request: its drafts that are kept, and the one that
+    is sampled behind them; 0 where it does not sample; `known` grows by them. sampled int32 [lines]; own, entries: as `place` left
+    them.    draws: seeds int32 [rows, 2] and prompt lengths int32 [rows].
 
     chance: float64 [MOST], how likely a draft is kept where those before it are, whatever it is; and int32 [2], with which seeds are
     changed for that. Drafts that are kept then stand in the place of what was sampled."""

@@ -45,9 +45,6 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
-from meshlm.workers.speculative.drafters import device_drafter_of, drafter_of
-from meshlm.workers.speculative.verification import Verification
 from meshlm.workers.states.drafted import DraftStates
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
 from meshlm.workers.weights.reload import reload_weights
@@ -112,8 +109,9 @@ class ModelEngine:
         self._kv_scales = scales_of(self)
         specs, self._block_size = self.layout.specs, self.layout.block_size
         shares = self.layout.shares
-        of_device = 0 if device.type == "cpu" else device_lines(rows, config.speculative.num_speculative_tokens)
-        self.rows = DeviceRows(rows, resolved.max_model_len, self._block_size, device, len(specs), shares, of_device)
+        self.rows = DeviceRows(
+            rows, resolved.max_model_len, self._block_size, device, len(specs), shares, kit.draft_lines(config)
+        )
         self.inputs = kit.inputs(self.rows, samples=samples)
         self.head = kit.head(self.model, self.rows, self.dtype, samples=samples)
         self.compute = Compute(
@@ -121,7 +119,7 @@ class ModelEngine:
         )  # fmt: skip
         self.compute.turns = None if self.together is None else self.together.turns
         self.pages: KVPages | None = None
-        self.verification = self._make_verification()
+        self.verification = kit.verification(self)
         self.extras = self.rows.table.extras = RowExtras(kinds_of(self, tokens), self.rows.table.num_rows)
         self.graphs, self.captures = kit.graphs(self)
         self._timeline = timeline_of(device, self.rows)
@@ -144,7 +142,7 @@ class ModelEngine:
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
         pooled = 4 * self._pooled_size()
         drafts = self.config.speculative.num_speculative_tokens
-        facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or of_device or NO_LIMIT)
+        facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or self.rows.max_lines - rows or NO_LIMIT)
         facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
         self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
@@ -174,19 +172,6 @@ class ModelEngine:
             return self.resolved.spec.vocab_size
         others = [0 if head is None else head.num_labels, *(one.outputs for one in (pooling.dense if pooling else ()))]
         return max(self.resolved.spec.hidden_size, *others)
-
-    def _make_verification(self) -> Verification | DeviceVerification | None:
-        """Makes what drafts and verifies (--speculative-config)."""
-        if not self.config.speculative.method:
-            return None
-        if not isinstance(self.inputs, TorchInputs):
-            return DeviceVerification(self.config.speculative, device_drafter_of(self), self.rows, self.inputs)
-        if self.device.type != "cpu":
-            raise ProcessFatal(
-                "--speculative-config: plain torch computes on this GPU, and drafts nothing there; leave it out"
-            )
-        staged = self.shard.pp_size > 1
-        return Verification(self.config.speculative, drafter_of(self), self.rows, self.inputs, staged=staged)
 
     def _load_drafter(self, progress: Callable[[int, int], None]) -> Decoder | None:
         """Loads the model that drafts, where there is one."""

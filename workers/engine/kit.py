@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.workers.batch import RequestLens, StepInputs
 from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
 from meshlm.workers.models.decoder import Decoder
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
     from meshlm.workers.engine.triton_inputs import TritonInputs
     from meshlm.workers.output.logits_sampler import LogitsSampler
+    from meshlm.workers.speculative.verifier import Verifier
     from meshlm.workers.states.drafted import DraftStates
 
 
@@ -93,6 +95,10 @@ class TorchInputs:
 class TorchKit:
     """The engine calls these while it is made, in this order."""
 
+    def draft_lines(self, config: MeshConfig) -> int:
+        """Lines of rows with drafts that a step has at most, where these need room of their own."""
+        return 0
+
     def inputs(self, rows: DeviceRows, *, samples: bool) -> "TorchInputs | TritonInputs":
         """samples: whether tokens are sampled by this worker (not on a stage of a pipeline before the last)."""
         return TorchInputs(rows)
@@ -101,6 +107,12 @@ class TorchKit:
         self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool
     ) -> "TorchHead | LogitsSampler":
         return TorchHead(model, rows, dtype)
+
+    def verification(self, engine: "ModelEngine") -> "Verifier | None":
+        """What drafts and verifies; None without --speculative-config. ProcessFatal."""
+        from meshlm.workers.speculative.drafters import verification_of  # which reads this file
+
+        return verification_of(engine)
 
     def graphs(self, engine: "ModelEngine") -> tuple[Dispatcher, Captures]:
         """The CUDA graphs of this device, and when they are captured."""

@@ -18,6 +18,7 @@ from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.states import MOST_PROMPTS
 from meshlm.kernels.tuning.core import Setting
 from meshlm.kernels.tuning.products import ProductBench
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.attention.triton_backend import states_in_graphs
@@ -51,13 +52,19 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.shared_prefixes import PrefixTables
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.speculative.device_verification import DeviceVerification
+from meshlm.workers.speculative.device_drafter import device_drafter_of
+from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
 from meshlm.workers.states.torch_states import WrongStates
 
 _log = structlog.get_logger()
 
 
 class TritonKit(TorchKit):
+    _verification: DeviceVerification | None = None
+
+    def draft_lines(self, config: MeshConfig) -> int:
+        return device_lines(config.require_resolved().max_num_seqs, config.speculative.num_speculative_tokens)
+
     def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
         self._inputs = TritonInputs(rows, Staging(), rows.state.device, samples=samples)
         return self._inputs
@@ -65,6 +72,13 @@ class TritonKit(TorchKit):
     def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
         self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
         return self._head
+
+    def verification(self, engine: ModelEngine) -> DeviceVerification | None:
+        config = engine.config.speculative
+        if config.method:
+            drafter = device_drafter_of(engine.rows, config)
+            self._verification = DeviceVerification(config, drafter, engine.rows, self._inputs)
+        return self._verification
 
     def graphs(self, engine: ModelEngine) -> tuple[Dispatcher, Captures]:
         worker, resolved = engine.config.worker, engine.resolved
@@ -81,7 +95,7 @@ class TritonKit(TorchKit):
         )  # fmt: skip
         if not together:
             keys += _short_decodes(engine, keys)
-        if engine.verification is not None and any(key.uniform for key in keys):
+        if self._verification is not None and any(key.uniform for key in keys):
             keys += keys_of_drafts(engine.rows.max_lines)
         if engine.together is not None:
             keys += [
@@ -260,8 +274,8 @@ class TritonKit(TorchKit):
             if engine.shard.is_last:
                 self._head.one_line()
                 self._head.warm_up_masks()
-        if isinstance(engine.verification, DeviceVerification):
-            engine.verification.warm_up()
+        if self._verification is not None:
+            self._verification.warm_up()
         empty = np.array([0, 0, 1, 0], np.int32)  # one segment: the first token of row 0
         self._inputs.send(columns_of(*(np.zeros(1, np.int32) for _ in range(3))), 1, empty, 1, np.arange(0))
         torch.cuda.synchronize()

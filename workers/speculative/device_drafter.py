@@ -1,5 +1,5 @@
-"""What a drafter is on a GPU: it launches kernels that guess the tokens behind each row's known ones, of which the device alone knows how
-many there are. An engine has one at the most.
+"""What a drafter is on a GPU: it launches kernels that guess the tokens behind each row's known ones, of which the device alone knows
+how many there are. An engine has one at the most.
 """
 
 from typing import NamedTuple, Protocol
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.verify import kernel
 from meshlm.protocol.config.speculative import SpeculativeConfig
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import Verified
 
@@ -36,3 +37,10 @@ class DeviceNgram:
     def draft(self, of: DraftedRows, found: Tensor) -> None:
         known, tokens = self._rows.columns["num_known"], self._rows.tokens
         kernel.ngram(of.rows, of.drafts, known, tokens, found, of.m, self._shortest, self._longest)
+
+
+def device_drafter_of(rows: DeviceRows, config: SpeculativeConfig) -> DeviceDrafter:
+    """ProcessFatal where no drafter of this method is there for a GPU."""
+    if config.method != "ngram":
+        raise ProcessFatal(f"--speculative-config: method {config.method} drafts nothing on a GPU so far; use ngram")
+    return DeviceNgram(rows, config)

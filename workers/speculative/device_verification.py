@@ -6,7 +6,7 @@ host learns it with the tokens. A row for which the host must know each token be
 drafts nothing, so that its length is known. Used by the thread that steps.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +22,11 @@ from meshlm.protocol.grammar import Grammar
 from meshlm.workers.engine.pending import Outcome, Timeline
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.rows.extras.extra import RowExtra
 from meshlm.workers.rows.step_columns import StepColumns, Verified, columns_of
 from meshlm.workers.rows.table import aligned
 from meshlm.workers.speculative.device_drafter import DeviceDrafter, DraftedRows
 from meshlm.workers.speculative.verification import SYNTHETIC_SALT
+from meshlm.workers.speculative.verifier import Verifier
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.triton_inputs import TritonInputs
@@ -40,7 +40,7 @@ def device_lines(max_rows: int, num_drafts: int) -> int:
     return min(max_rows * (1 + num_drafts), MAX_LINES) if num_drafts else 0
 
 
-class DeviceVerification(RowExtra[Any]):
+class DeviceVerification(Verifier):
     """All rows have it: it follows how long those are whose tokens the host knows."""
 
     def __init__(
@@ -67,9 +67,6 @@ class DeviceVerification(RowExtra[Any]):
     def _of_attention(self) -> tuple[Tensor, Tensor, Tensor]:
         rows, ends, starts, *_ = self._columns
         return rows, starts, ends
-
-    def has_row(self, new: NewRow) -> bool:
-        return True
 
     def add_row(self, new: NewRow) -> None:
         self._num_known[new.row] = len(new.token_ids) // 4

@@ -10,18 +10,19 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.models.drafters import StateDrafter
 from meshlm.workers.rows.changes import I32
-from meshlm.workers.speculative.device_drafter import DeviceDrafter, DeviceNgram
 from meshlm.workers.speculative.draft_passes import DraftPasses
 from meshlm.workers.speculative.drafter import Drafter
 from meshlm.workers.speculative.model_drafter import ModelDrafter
 from meshlm.workers.speculative.ngram import NgramDrafter
 from meshlm.workers.speculative.states_drafter import StatesDrafter
 from meshlm.workers.speculative.suffix import SuffixDrafter
+from meshlm.workers.speculative.verification import Verification
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
 
 
+FLAG = "--speculative-config"
 MakeDrafter = Callable[[I32, SpeculativeConfig], Drafter]
 """What an entry point of `meshlm.drafters` names: called once with the tokens of all rows, int32 [rows, width], and the settings."""
 _makers: dict[str, MakeDrafter] = {}  # of plug-ins, by name, in this process
@@ -36,12 +37,15 @@ def _of_plugin(name: str) -> MakeDrafter:
     return _makers[name]
 
 
-def device_drafter_of(engine: "ModelEngine") -> DeviceDrafter:
-    """The drafter of an engine on a GPU."""
-    config = engine.config.speculative
-    if config.method == "ngram":
-        return DeviceNgram(engine.rows, config)
-    raise ProcessFatal(f"--speculative-config: method {config.method} drafts nothing on a GPU so far; use ngram")
+def verification_of(engine: "ModelEngine") -> Verification | None:
+    """What drafts and verifies by plain torch; None without --speculative-config. ProcessFatal."""
+    config, rows, inputs = engine.config.speculative, engine.rows, engine.inputs
+    if not config.method:
+        return None
+    assert isinstance(inputs, TorchInputs)
+    if engine.device.type != "cpu":
+        raise ProcessFatal(f"{FLAG}: plain torch computes on this GPU, and drafts nothing there; leave it out")
+    return Verification(config, drafter_of(engine), rows, inputs, staged=engine.shard.pp_size > 1)
 
 
 def drafter_of(engine: "ModelEngine") -> Drafter:

@@ -5,7 +5,7 @@ what is sampled before it, so a row's text is the same with and without drafts. 
 the most that it can be). For a device whose tokens the host reads at once: a CPU. Used by the thread that steps.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from meshlm.workers.output.sampler import uniforms
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.changes import NOTHING as UNCHANGED
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.rows.extras.extra import RowExtra
 from meshlm.workers.rows.step_columns import Drafts, StepColumns
 from meshlm.workers.speculative.drafter import Drafter
+from meshlm.workers.speculative.verifier import Verifier
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.kit import TorchInputs
@@ -33,7 +33,7 @@ NOTHING = Drafts(np.empty(0, np.int32), np.empty(0, np.int32))
 SYNTHETIC_SALT = np.uint64(0x5350454344524654)  # so that acceptance by chance has nothing to do with the draws
 
 
-class Verification(RowExtra[Any]):
+class Verification(Verifier):
     """All rows have it: it follows how long they are.
 
     The stages of a pipeline each draft, and alike, for each computes the drafts. A row's next step is planned there when its last one
@@ -54,9 +54,6 @@ class Verification(RowExtra[Any]):
         if config.rejection_sample_method == "synthetic":
             rates = np.array((1.0, *config.synthetic_acceptance_rates))
             self._rates = rates[1:] / np.maximum(rates[:-1], 1e-300)
-
-    def has_row(self, new: NewRow) -> bool:
-        return True
 
     def add_row(self, new: NewRow) -> None:
         self._num_known[new.row] = len(new.token_ids) // 4

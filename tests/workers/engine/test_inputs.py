@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from meshlm.protocol.wire.columns import pack_i32
 
 pytest.importorskip("triton")
+
+from at_once import AtOnce
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.sampling import SamplingParams
@@ -19,10 +20,9 @@ from meshlm.workers.attention.backend import Backend, TorchBackend
 from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.engine.kit import TorchInputs
-from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
+from meshlm.workers.engine.triton_inputs import TritonInputs
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
-from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns
 
@@ -31,16 +31,6 @@ if torch.cuda.is_available():
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, BLOCK = 6, 90, 8
-
-
-class AtOnce(Staging):
-    """Copies without a GPU."""
-
-    def __init__(self) -> None:
-        pass
-
-    def send(self, values: I32, to: Tensor) -> None:
-        to[: len(values)] = torch.from_numpy(values)
 
 
 def plans(groups: int = 1) -> list[StepPlan]:

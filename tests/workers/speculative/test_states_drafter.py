@@ -24,6 +24,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.models.drafters import StateDrafter
+from meshlm.workers.speculative.verification import Verification
 from meshlm.workers.weights import reload
 
 TOKENS, MOST = 14, 4

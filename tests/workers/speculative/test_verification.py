@@ -23,7 +23,6 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import ThinkingBudget
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.engine import engine
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.engine.make import make_engine
@@ -32,6 +31,7 @@ from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
 from meshlm.workers.rows.step_columns import Drafts as Verified
 from meshlm.workers.rows.step_columns import columns_of
+from meshlm.workers.speculative import drafters
 from meshlm.workers.speculative.verification import Verification
 
 TOKENS, MOST = 14, 5
@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, scripted: Scripted) -> Iterat
     grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
     config = msgspec.structs.replace(resolve.resolve(flags.build(values, None)), speculative=SPECULATIVE)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "drafter_of", lambda made: scripted)
+        patched.setattr(drafters, "drafter_of", lambda made: scripted)
         found = make_engine(config, lambda *progress: None)
     scripted.tokens = found.rows.tokens.numpy()
     found.extras.kind(GrammarRows).grammars = Grammars(Matchers(lambda: byte_vocabulary(VOCAB)))

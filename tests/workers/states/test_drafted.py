@@ -24,12 +24,12 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers import memory
 from meshlm.workers.batch import RequestLens, StepInputs
-from meshlm.workers.engine import engine
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
 from meshlm.workers.kv.layout import StateLayout
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.step_columns import StepColumns
+from meshlm.workers.speculative import drafters
 from meshlm.workers.speculative.drafter import Drafts
 from meshlm.workers.states.torch_states import TorchStates
 
@@ -55,7 +55,7 @@ def case(
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST)
     config = msgspec.structs.replace(resolve.resolve(flags.build(values, None)), speculative=drafts)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine, "drafter_of", lambda made: scripted)
+        patched.setattr(drafters, "drafter_of", lambda made: scripted)
         found = make_engine(config, lambda *progress: None)
     scripted.tokens = found.rows.tokens.numpy()
     yield found, scripted
@@ -229,7 +229,7 @@ def test_served_in_little_memory(
         drafters[-1].tokens = made.rows.tokens.numpy()
         return drafters[-1]
 
-    monkeypatch.setattr(engine, "drafter_of", drafter_of)
+    monkeypatch.setattr("meshlm.workers.speculative.drafters.drafter_of", drafter_of)
     drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST)
     engines = Engines(tmp_path, pages, "cpu", tp, speculative=drafts, **flags_of_states)
     try:

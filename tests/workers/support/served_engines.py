@@ -24,6 +24,7 @@ from meshlm.workers.distributed.placement import WorkerPlacement
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.make import make_engine
+from meshlm.workers.speculative.verification import Verification
 
 BLOCK, LENGTH, STEP, WINDOW, OUTPUT = 8, 128, 32, 11, 24
 PROMPTS = [[3 + (31 * n + 7 * i) % 200 for i in range(length)] for n, length in enumerate((70, 5, 41, 12, 23, 90))]
@@ -107,7 +108,9 @@ class Engines(Model):
         for nth, row in enumerate(ints(plan.block_rows)):
             self._tables[row] += ints(plan.block_ids)[nth * width : (nth + 1) * width]
         self._starts.update(zip(ints(plan.rows), ints(plan.starts), strict=True))
-        if (verification := self.engines[0].verification) is not None:  # rows may be shorter than the plan can know
+        if isinstance(
+            verification := self.engines[0].verification, Verification
+        ):  # rows may be shorter than the plan can know
             for row in {*ints(plan.rows)} - {new.row for new in plan.new_rows}:
                 self._starts[row] = min(self._starts[row], int(verification._num_known[row]) - 1)
         needed = set(self.cached)

@@ -1,0 +1,228 @@
+"""What a GPU computes of steps with drafts, by the interpreter: the text of plain steps, token by token, with its log-probabilities."""
+
+import json
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+pytest.importorskip("triton")
+
+from at_once import AtOnce
+from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, tokens_of
+from drafted_steps import Text, add, begun, decode, plain, row_of, verify
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.ids import StepId
+from meshlm.supervisor.settings import flags, resolve
+from meshlm.workers.attention.triton_backend import TritonBackend
+from meshlm.workers.engine.engine import ModelEngine
+from meshlm.workers.engine.kit import TorchKit
+from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.output.logits_sampler import LogitsSampler
+from meshlm.workers.rows.device_rows import DeviceRows
+from meshlm.workers.speculative.device_drafter import DraftedRows, device_drafter_of
+from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
+
+if torch.cuda.is_available():
+    pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
+
+TOKENS, MOST = 9, 3
+NGRAM = {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+KINDS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(temperature=1.0, seed=7, top_k=40, top_p=0.9),
+    "penalties": SamplingParams(temperature=0.7, seed=3, repetition_penalty=1.3, presence_penalty=0.5),
+    "bias": SamplingParams(temperature=0.0, logit_bias={5: 2.0}, min_tokens=6, eos_token_ids=tuple(range(40, 48))),
+    "allowed": SamplingParams(temperature=1.2, seed=11, allowed_token_ids=tuple(range(30, 36))),
+    "logprobs": SamplingParams(temperature=0.9, seed=2, logprobs=3),
+    "ids": SamplingParams(temperature=0.0, logprobs=2, logprob_token_ids=(4, 9)),
+}
+
+
+class Copied:
+    """A model whose logits are copied: a CPU's weights are packed."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.spec, self._model = model.spec, model
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        found: torch.Tensor = self._model.logits(hidden)
+        return found if out is None else out.copy_(found)
+
+
+class InterpretedKit(TorchKit):
+    """A GPU's inputs and head on the CPU, without graphs."""
+
+    def draft_lines(self, config: MeshConfig) -> int:
+        return device_lines(config.require_resolved().max_num_seqs, config.speculative.num_speculative_tokens)
+
+    def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
+        return TritonInputs(rows, AtOnce(), rows.state.device, samples=samples)
+
+    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
+        return LogitsSampler(cast("Decoder", Copied(model)), rows, dtype, rows.state.device)
+
+    def verification(self, engine: ModelEngine) -> DeviceVerification:
+        assert isinstance(engine.inputs, TritonInputs)
+        config = engine.config.speculative
+        return DeviceVerification(config, device_drafter_of(engine.rows, config), engine.rows, engine.inputs)
+
+
+class Scripted:
+    """Guesses what a test says: each row's own future, wrong in places."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self._rows = rows
+        self.texts: dict[int, list[int]] = {}  # by row
+        self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
+
+    def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
+        known = self._rows.columns["num_known"].tolist()
+        for nth, (row, count) in enumerate(zip(of.host.rows.tolist(), of.host.drafts.tolist(), strict=True)):
+            found[nth] = max(0, count)
+            if count <= 0:
+                continue
+            wrong, text = next(self.script), self.texts[row]
+            stands = self._rows.tokens[row, : known[row]].tolist()
+            assert stands == text[: known[row]], "what is known is what really stands there"
+            guesses = [abs(token - (at == wrong)) for at, token in enumerate(text[known[row] : known[row] + count])]
+            self._rows.tokens[row, known[row] : known[row] + count] = torch.tensor(guesses, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelEngine]:
+    folder: Path = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    values: dict[str, object] = {"model": str(folder), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
+    values |= {"max_model_len": LENGTH, "max_num_seqs": 4, "cpu_threads": 1, "speculative_config": json.dumps(NGRAM)}
+    config = resolve.resolve(flags.build(values, None))
+    grad = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
+        yield ModelEngine(config, torch.device("cpu"), TritonBackend(), InterpretedKit(), lambda *_: None)
+    torch.set_grad_enabled(grad)
+
+
+@pytest.fixture
+def scripted(made: ModelEngine) -> Iterator[Scripted]:
+    verification = made.verification
+    assert isinstance(verification, DeviceVerification)
+    usual, found = verification._drafter, Scripted(made.rows)
+    verification._drafter = found
+    yield found
+    verification._drafter = usual
+
+
+def told(scripted: Scripted, made: ModelEngine, kinds: tuple[str, ...]) -> tuple[list[SamplingParams], list[Text]]:
+    """Parameters of all rows, and their texts by plain steps, which the drafter is told."""
+    params = [KINDS[kind] for kind in kinds]
+    texts = plain(made, params, TOKENS + MOST + 1)
+    scripted.texts = {row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True))}
+    return params, texts
+
+
+@pytest.mark.parametrize(
+    "kinds", [("greedy", "seeded", "penalties"), ("bias", "allowed", "logprobs"), ("ids", "greedy", "seeded")]
+)
+def test_any_drafts_give_the_text_of_plain_steps(
+    made: ModelEngine, scripted: Scripted, kinds: tuple[str, str, str]
+) -> None:
+    params, expected = told(scripted, made, kinds)
+
+    @settings(max_examples=2)
+    @given(
+        st.lists(st.integers(0, MOST), min_size=5, max_size=8),
+        st.lists(st.integers(0, MOST), min_size=3, max_size=5),
+        st.lists(st.permutations([0, 1, 2]), min_size=3, max_size=3),
+    )
+    def holds(script: list[int], allowed: list[int], orders: list[list[int]]) -> None:
+        scripted.script = cycle(script)
+        texts, nth = begun(made, params), 0
+        while min(len(text.tokens) for text in texts) < TOKENS:
+            rows = [row for row in orders[nth % len(orders)] if len(texts[row].tokens) < TOKENS]
+            most = [
+                max(0, min(allowed[(nth + row) % len(allowed)], TOKENS - 1 - len(texts[row].tokens))) for row in rows
+            ]
+            result = decode(made, rows, most)
+            drafted = np.frombuffer(result.drafted, np.int32) if result.drafted else np.zeros(len(rows), np.int32)
+            assert (drafted <= most).all()
+            add(texts, result, rows)
+            nth += 1
+        for text, wanted in zip(texts, expected, strict=True):
+            assert text.tokens == wanted.tokens[: len(text.tokens)]
+            assert len(text.logprobs) in (0, len(text.tokens))
+            for ours, theirs in zip(text.logprobs, wanted.logprobs, strict=False):
+                assert ours.top_ids == theirs.top_ids
+                near = [np.frombuffer(each.top_logprobs, np.float32) for each in (ours, theirs)]
+                np.testing.assert_allclose(near[0], near[1], atol=1e-4)
+
+    holds()
+
+
+def test_right_drafts_are_kept_whole(made: ModelEngine, scripted: Scripted) -> None:
+    params, _ = told(scripted, made, ("seeded",) * 3)
+    scripted.script = iter([9, 0, 2])
+    begun(made, params)
+    result = decode(made, [0, 1, 2], [MOST] * 3)
+    assert np.frombuffer(result.counts, np.int32).tolist() == [4, 1, 3]
+    assert np.frombuffer(result.drafted, np.int32).tolist() == [MOST] * 3
+
+
+def test_steps_are_planned_before_the_last_is_known(made: ModelEngine, scripted: Scripted) -> None:
+    """Plans say the most that rows may have; results are read later."""
+    params, expected = told(scripted, made, ("greedy", "seeded", "penalties"))
+    texts, starts = begun(made, params), [len(prompt) for prompt in PROMPTS]
+    scripted.script = cycle([1, 9, 0, 2])
+    order, most, pending = np.arange(3, dtype=np.int32).tobytes(), np.full(3, MOST, np.int32).tobytes(), []
+    for nth in range(3):
+        planned = np.array([start + nth * (1 + MOST) for start in starts], np.int32).tobytes()
+        plan = StepPlan(1, StepId(nth + 2), order, planned, b"", b"", 3 * (1 + MOST), num_drafts=most)
+        pending.append(made.step(plan, 0))
+        add(texts, pending[-1].wait(), [0, 1, 2])
+    for text, wanted in zip(texts, expected, strict=True):
+        assert text.tokens == wanted.tokens[: len(text.tokens)]
+    known = made.rows.columns["num_known"][:3].tolist()
+    assert known == [len(prompt) + len(text.tokens) for prompt, text in zip(PROMPTS, texts, strict=True)]
+
+
+def test_a_row_begins_anew_beside_others_that_draft(made: ModelEngine, scripted: Scripted) -> None:
+    """A mixed step, after a preemption in the middle of what was drafted; chunks of its prompt beside drafts."""
+    params, expected = told(scripted, made, ("penalties", "greedy", "seeded"))
+    scripted.script = cycle([2])
+    texts = begun(made, params)
+    add(texts, decode(made, [0, 1, 2], [MOST] * 3), [0, 1, 2])
+    tokens = PROMPTS[1] + texts[1].tokens
+    again = row_of(made, 1, tokens, len(PROMPTS[1]), params[1])
+    add(texts, verify(made, [(0, LENGTH - 20, 1), (1, 0, len(tokens))], [MOST, 0], (again,)), [0, 1])
+    add(texts, decode(made, [2, 0, 1], [MOST] * 3), [2, 0, 1])
+    for text, wanted in zip(texts, expected, strict=True):
+        assert text.tokens == wanted.tokens[: len(text.tokens)]
+    assert [len(text.tokens) for text in texts] == [10, 8, 7]
+
+
+def test_prompt_lookup(made: ModelEngine) -> None:
+    """Of a text that repeats itself; no match drafts nothing."""
+    params = [KINDS["greedy"]] * 3
+    expected, texts, drafted = plain(made, params, TOKENS), begun(made, params), 0
+    while min(len(text.tokens) for text in texts) < TOKENS:
+        result = decode(made, [0, 1, 2], [MOST] * 3)
+        drafted += int(np.frombuffer(result.drafted, np.int32).sum())
+        assert len(tokens_of(result)) == np.frombuffer(result.counts, np.int32).sum()
+        add(texts, result, [0, 1, 2])
+    for text, wanted in zip(texts, expected, strict=True):
+        assert text.tokens[:TOKENS] == wanted.tokens[:TOKENS]
+    assert max(max(text.tokens) for text in texts) < VOCAB
