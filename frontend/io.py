@@ -17,6 +17,7 @@ from meshlm.frontend.listener import HttpListener, Listener
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.budget import Budget
 from meshlm.protocol.config import MeshConfig, Resolved
@@ -48,6 +49,7 @@ class FrontendApp:
         self.readiness = Readiness(self.client, self.requests, self.figures)
         self.observer = Observer(self.client)
         self.operations = MeshOperations(self.client, self.figures)
+        self.adapters = Adapters()
         self.poison = PoisonBodies()
         self.io_processor: io_processors.IOProcessor | None = None
         self.draws = random.Random()
@@ -82,6 +84,7 @@ class FrontendApp:
         self.client.questions.asker = mesh.identity
         self.client.set_max_deaths(allowed(mesh.config.run.max_restarts))
         self.client.tracker.placement.num_detokenizers = mesh.config.server.detokenizers
+        self.adapters.begin(self.resolved)
         self.readiness.config, self.readiness.resolved = mesh.config, self.resolved
 
     def _make_listener(self) -> Listener:

@@ -50,6 +50,11 @@ class ExtraKind(Struct, frozen=True):
         return None
 
     @property
+    def slot_key(self) -> bytes:
+        """What it takes one of the workers' slots for, while its request runs; requests with equal keys share the slot. Empty: none."""
+        return b""
+
+    @property
     def needs_prompt_ids(self) -> bool:
         """Whether the reader of the answer has to know the prompt's token ids."""
         return False

@@ -8,6 +8,7 @@ that does something with it: detokenizer/extras/, scheduler_proc, workers.
 from collections.abc import Iterable
 from typing import TypeVar
 
+from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.extra_kind import ExtraKind, Span
@@ -18,7 +19,7 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.parts import joined
 
-Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting | KVTransfer
+Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting | KVTransfer | Adapter
 Extras = tuple[Extra, ...]  # at most one of each kind
 Kind = TypeVar("Kind", bound=ExtraKind)
 
@@ -38,6 +39,11 @@ def generates(extras: Iterable[ExtraKind]) -> bool:
 def max_drafts(extras: Iterable[ExtraKind]) -> int | None:
     """The drafted tokens of the request that a step may verify, at most; None: any number."""
     return min((most for extra in extras if (most := extra.max_drafts) is not None), default=None)
+
+
+def slot_key(extras: Iterable[ExtraKind]) -> bytes:
+    """What its request takes one of the workers' slots for, shared by all requests with the same; empty: nothing."""
+    return next((key for extra in extras if (key := extra.slot_key)), b"")
 
 
 def num_bytes(extras: Iterable[ExtraKind]) -> int:

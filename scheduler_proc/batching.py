@@ -10,7 +10,6 @@ it is here, and with it what was accepted of its drafts, which each stage has ma
 running requests: as many steps as there are stages are in flight, and alternate.
 """
 
-from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from math import isfinite
@@ -23,6 +22,7 @@ from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.process.counts import Counts
 from meshlm.runtime.process.in_hand import hold
 from meshlm.scheduler_proc import batching_counts, sizes
+from meshlm.scheduler_proc.adapter_slots import AdapterSlots
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.drafts import group_of, make_budget, plan_drafts
 from meshlm.scheduler_proc.extras import end_between
@@ -67,7 +67,7 @@ class Batching:
         self.running: list[Request] = []
         self.now_ns = 0  # of the plan that is being made
         self.begun: Callable[[Request], None] | None = None  # hears of each that starts, where pages move
-        self._trial = Trial(limits.max_crashes)
+        self._trial, self._slots = Trial(limits.max_crashes), AdapterSlots(limits.max_loras)
         self._token_bytes = 0  # of the running requests' log-probabilities and vectors in each step
         max_rows = min(facts.max_num_seqs, limits.max_num_seqs)
         self.drafts = make_budget(max_rows, self.max_drafts)
@@ -97,6 +97,7 @@ class Batching:
 
     def _give_back(self, request: Request) -> None:
         self._token_bytes -= self._bytes_of_step(request)
+        self._slots.leave(request)
         self.kv.free(request)
         request.num_computed = 0
         self._removed_rows.append(request.row)
@@ -272,6 +273,7 @@ class Batching:
 
     def _plan_waiting(self, builder: PlanBuilder, left: int) -> None:
         at = 0
+        self._slots.begin_plan()
         while at < len(self.waiting) and self._free_rows and left > 0:
             request = self.waiting[at]
             if request.pages_short and (self.running or request.waits):
@@ -280,6 +282,7 @@ class Batching:
                 request.waits
                 or (self._rank.drains and not request.has_begun)
                 or request.is_suspect(self.limits.max_crashes)
+                or self._slots.passed(request, self.now_ns)
             ):
                 at += 1
                 continue
@@ -292,7 +295,7 @@ class Batching:
     def _begin(self, builder: PlanBuilder, request: Request, at: int, left: int) -> int:
         """Have the step compute the first tokens of waiting request number `at`; their number, 0 where there is no room."""
         num_cached = self.kv.match(request)
-        count = self._startable(builder, request, num_cached, left)
+        count = self._startable(builder, request, num_cached, left) if self._slots.has_room(request) else 0
         if not count or self.kv.grow(request, num_cached + count, builder.decodes) is None:
             self.kv.free(request)
             return 0
@@ -351,6 +354,7 @@ class Batching:
             batching_counts.count_misses(self.counts, self.kv, request)
         request.move(RequestState.RUNNING)
         self._token_bytes += self._bytes_of_step(request)
+        self._slots.take(request)
         builder.new_row_bytes += sizes.new_row_bytes(request)
         work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
         group = group_of(work.cache_salt) if self.drafts is not None else b""
@@ -378,6 +382,7 @@ class Batching:
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.kv.check(self.running)
+        self._slots.check(self.running)
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
         assert not set(rows) & set(self._free_rows), "a used row is free"
@@ -393,8 +398,3 @@ class Batching:
             assert request.row == -1
         assert self.running == sorted(self.running, key=self._key)
         assert self.waiting == sorted(self.waiting, key=self._key)
-
-
-def tokens_of(request: Request, from_index: int) -> "array[int]":
-    """Output tokens from `from_index` on."""
-    return request.tokens[request.num_prompt + from_index :]

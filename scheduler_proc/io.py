@@ -51,6 +51,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         kv_metrics_sample=observability.kv_cache_metrics_sample if observability.kv_cache_metrics else 0.0,
         kv_events=config.kv_events.enabled,
         counts_drafts=config.speculative.per_request_spec_decode_metrics != "none",
+        max_loras=config.adapters.max_loras,
         num_stages=parallel.pipeline_parallel_size,
         kv_transfer=config.kv_transfer,
         secret=os.urandom(16),

@@ -28,6 +28,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     kv_metrics_sample: float = 0.0  # share of the pages that --kv-cache-metrics looks at; 0: none
     kv_events: bool = False  # others follow what the prefix cache has (--kv-events-config)
     counts_drafts: bool = False  # of each request: detokenizers are told how many of its drafts were accepted
+    max_loras: int = 1  # adapters that the rows of a step may have
     num_stages: int = 1  # of the pipeline: so many steps are in flight, each with requests of its own
     kv_transfer: KVTransferConfig = KVTransferConfig()
     secret: bytes = b""  # that no other process knows

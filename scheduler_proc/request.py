@@ -15,7 +15,7 @@ from itertools import chain
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.token import LogprobColumns
 from meshlm.protocol.extra_kind import Span
-from meshlm.protocol.extras import Extra, generates, max_drafts, uncut_spans, with_keys
+from meshlm.protocol.extras import Extra, generates, max_drafts, slot_key, uncut_spans, with_keys
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
 from meshlm.runtime.process.events import check_transition
@@ -53,9 +53,10 @@ class Request:
     num_given: int = field(init=False)  # tokens when it came here
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
-    generates: bool = True  # as its extras say, like the next three
+    generates: bool = True  # as its extras say, like the next four
     max_drafts: int | None = None  # drafted tokens that a step may verify, at most; None: any number
     uncut: Sequence[Span] = ()
+    slot_key: bytes = b""
     extra_keys: hashes.ExtraKeys = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     repetition: RepetitionDetection | None = field(init=False)
@@ -99,7 +100,7 @@ class Request:
         self.num_given, self.num_prompt = len(self.tokens), len(work.prompt_token_ids) // 4
         if extras := work.extras:
             self.generates, self.uncut = generates(extras), uncut_spans(extras)
-            self.max_drafts = max_drafts(extras)
+            self.max_drafts, self.slot_key = max_drafts(extras), slot_key(extras)
         self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(extras) if extras else ())
         self.max_len = min(self.num_prompt + (params.max_tokens if self.generates else 0), max_model_len)
         self.stop_ids = _stop_ids(params.stop_token_ids, params.eos_token_ids)
@@ -120,6 +121,10 @@ class Request:
         if self.load is not None and self.load.waits:
             return Wait.KV
         return None
+
+    def output_from(self, index: int) -> "array[int]":
+        """Output tokens from this index on."""
+        return self.tokens[self.num_prompt + index :]
 
     @property
     def order(self) -> tuple[int, float, str]:

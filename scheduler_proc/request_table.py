@@ -12,7 +12,7 @@ from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDe
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
-from meshlm.scheduler_proc.batching import NO_WORKERS, Batching, tokens_of
+from meshlm.scheduler_proc.batching import NO_WORKERS, Batching
 from meshlm.scheduler_proc.detokenizers import Detokenizers, Reach
 from meshlm.scheduler_proc.extras import unfit
 from meshlm.scheduler_proc.limits import Limits
@@ -196,7 +196,7 @@ class RequestTable:
     def attach(self, attach: AttachTokens, output: Output) -> None:
         for request in self.by_id.values():
             if request.work.handle == attach.handle:
-                known = tokens_of(request, attach.from_index)
+                known = request.output_from(attach.from_index)
                 output.outbox_of(request.detokenizer).row(attach.handle, attach.from_index, known)
 
 

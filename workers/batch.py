@@ -11,6 +11,7 @@ from meshlm.kernels.float8 import as_bytes, stored
 
 if TYPE_CHECKING:
     from meshlm.kernels.attention.kernel import Columns, SharedPrefixes
+    from meshlm.workers.lora.step_adapters import StepAdapters
 
 
 VECTOR = -1  # the id of a token that came as a vector
@@ -83,6 +84,7 @@ class StepInputs:
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
     # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
     vectors: Tensor | None = None
+    adapters: "StepAdapters | None" = None  # of its rows; None: no row has one
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
     shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
     # Of a step that verifies drafts, whose decodes are the step's first tokens, each a request of its own in `columns` (its row

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import Accepted, PositionLogprobs, PromptLogprobs, TokenLogprob
 from meshlm.protocol.logprobs import positions_of
@@ -143,16 +144,16 @@ def system_fingerprint(config: MeshConfig, version: str) -> str | None:
     return "-".join([f"meshlm-{version}", *divided, digest])
 
 
-def model_card(name: str, resolved: Resolved) -> dict[str, Any]:
-    """One of the names that the model is served under."""
+def model_card(name: str, resolved: Resolved, adapter: Adapter | None = None) -> dict[str, Any]:
+    """One of the names that the model is served under, or the name of an adapter, whose parent the model is."""
     created = int(time.time())
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "meshlm",
-        "root": resolved.model_path,
-        "parent": None,
+        "root": resolved.model_path if adapter is None else adapter.path,
+        "parent": None if adapter is None else resolved.served_names[0],
         "max_model_len": resolved.max_model_len,
         "permission": [_permission(name, created)],
     }

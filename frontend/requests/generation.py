@@ -34,6 +34,7 @@ from meshlm.frontend.openai.stream_response import StreamResponse
 from meshlm.frontend.openai.turn import TurnFormat, TurnResponse
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
+from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
@@ -68,6 +69,7 @@ class Backend(Protocol):
     readiness: Readiness
     observer: Observer
     operations: MeshOperations
+    adapters: Adapters
 
 
 class ReadRequest(NamedTuple):
@@ -125,7 +127,7 @@ class Generation:
         attaches = read.idempotency_key is not None
         if reason := backend.readiness.refusal(attaches=attaches) or await backend.readiness.wait_serving():
             raise HttpError(503, reason)
-        parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""))
+        parsed_request = self.permitted(parsed_request, request.scope.get("meshlm.key", ""), read.model)
         if REPLAY in request.headers:
             parsed_request = parsed_request.with_answer(is_recorded=False)
         if names := backend.resolved.logits_processors:
@@ -133,9 +135,10 @@ class Generation:
         with backend.requests.budget.open(parsed_request):
             return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
 
-    def permitted(self, parsed_request: ParsedRequest, api_key: str) -> ParsedRequest:
-        """What the server lets this key ask for. HttpError."""
-        return submits.permitted(parsed_request, api_key, self._backend.config)
+    def permitted(self, parsed_request: ParsedRequest, api_key: str, model: str) -> ParsedRequest:
+        """What the server lets this key ask of the model of this name. HttpError."""
+        allowed = submits.permitted(parsed_request, api_key, self._backend.config)
+        return self._backend.adapters.attached(allowed, model)
 
     async def _answered(self, request: Request, read: ReadRequest, prefix: str, form: Form) -> HttpResponse:
         parsed_request, model, idempotency_key = read

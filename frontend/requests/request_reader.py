@@ -86,12 +86,8 @@ class RequestReader:
         return retry.read(keys, last_id, request.url.path, request.scope.get("meshlm.key", ""), body)
 
     def check_model(self, model: str | None) -> str:
-        """The served name, or HttpError."""
-        names = self._backend.resolved.served_names
-        if model and model not in names:  # an empty name is none, as for vLLM
-            text = f"The model `{model}` does not exist; this server has: {', '.join(names)}"
-            raise HttpError(404, text, "model")
-        return model or names[0]
+        """The served name, the base's or an adapter's, or HttpError."""
+        return self._backend.adapters.check(model)
 
     def completion(self, request: Request, raw: bytes) -> ReadRequest:
         resolved, server = self._backend.resolved, self._backend.config.server

@@ -174,7 +174,7 @@ class ResponseRoutes:
         """Stores the request and has it computed; the answer does not wait for it."""
         if reason := self._backend.readiness.refusal(attaches=False) or await self._backend.readiness.wait_serving():
             raise HttpError(503, reason)
-        parsed_request = self._generation.permitted(parsed_request, request.scope.get("meshlm.key", ""))
+        parsed_request = self._generation.permitted(parsed_request, request.scope.get("meshlm.key", ""), body.model)
         fields, created = body.fields, int(time.time())
         format_ = ResponseFormat(fields, parsed_request, stores=True, streams=True)
         blank = TurnResponse(AnswerHead(parsed_request, response_id, created, body.model, lambda: None), None, format_)
@@ -204,8 +204,9 @@ class ResponseRoutes:
         fields, before = await self.history.complete(fields, stored.key)
         parsed_request = await self._parsed(fields, unknown, before, len(stored.request))
         model = msgspec.json.decode(stored.answer)["model"]
-        if model not in self._backend.resolved.served_names:
+        if model not in self._backend.adapters.names:
             raise HttpError(404, f"The model `{model}` is not served any more", "model")
+        parsed_request = self._backend.adapters.attached(parsed_request, model)
         form = ResponseFormat(fields, parsed_request, stores=True, streams=True)
         is_recorded = bool(self._backend.config.server.record_requests)
         return parsed_request.with_mesh(cache_salt=stored.salt).with_answer(is_recorded=is_recorded), form, model

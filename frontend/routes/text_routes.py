@@ -80,7 +80,8 @@ class InformationRoutes:
 
     @route("/v1/models", "The served names.", responses.ModelList, key_scope=ANY_KEY)
     async def models(self, request: Request) -> HttpResponse:
-        entries = [model_card(name, self._backend.resolved) for name in self._backend.resolved.served_names]
+        adapters = self._backend.adapters
+        entries = [model_card(name, self._backend.resolved, adapters.find(name)) for name in adapters.names]
         return json_response({"object": "list", "data": entries})
 
     @route("/v1/models/{model}", answers=responses.ModelCard, key_scope=ANY_KEY)
@@ -88,7 +89,8 @@ class InformationRoutes:
         """One of them."""
         if not (name := request.path_params["model"]):  # a slash too many
             return await self.models(request)
-        return json_response(model_card(self._reader.check_model(name), self._backend.resolved))
+        served = self._reader.check_model(name)
+        return json_response(model_card(served, self._backend.resolved, self._backend.adapters.find(served)))
 
     @route("/version", "The server's version.", responses.Version, key_scope=ANY_KEY)
     async def version(self, request: Request) -> HttpResponse:

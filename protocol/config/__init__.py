@@ -7,6 +7,7 @@ supervisor hands the resolved tree to every child in memory (JSON); a child read
 
 from msgspec import Struct
 
+from meshlm.protocol.config.adapters import AdapterConfig
 from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerConfig
 from meshlm.protocol.config.experts import ExpertConfig
 from meshlm.protocol.config.kv_events import KVEventsConfig
@@ -23,6 +24,7 @@ from meshlm.protocol.config.structured_outputs import StructuredOutputsConfig
 
 __all__ = [
     "PER_NODE",
+    "AdapterConfig",
     "CacheConfig",
     "ExpertConfig",
     "KVEventsConfig",
@@ -55,6 +57,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     experts: ExpertConfig = ExpertConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    adapters: AdapterConfig = AdapterConfig()
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()

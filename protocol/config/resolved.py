@@ -4,6 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.pooling import PoolingSpec
@@ -37,4 +38,5 @@ class Resolved(Struct, frozen=True, kw_only=True):
     transfers_kv: bool = False  # connectors move KV between meshes
     kv_remote_hosts: tuple[str, ...] | None = None  # that requests may name; None: a plug-in judges
     drafter: "Resolved | None" = None  # the model that drafts tokens for this one
+    adapters: tuple[Adapter, ...] = ()  # that are there from the start
     digest: str  # of everything above and the flags: names a run's configuration in logs

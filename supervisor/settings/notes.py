@@ -79,6 +79,11 @@ RULES = (
     ),
     Rule(("record_requests_bytes",), lambda config, _: bool(config.server.record_requests), "--record-requests"),
     Rule(("max_audio_bytes", "max_audio_seconds"), lambda _, facts: facts.transcribes, "models that transcribe audio"),
+    Rule(
+        ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules", "fully_sharded_loras"),
+        lambda config, _: config.adapters.enable_lora,
+        "--enable-lora",
+    ),
     Rule(("per_request_spec_decode_metrics",), _drafts, "--speculative-config"),
     Rule(("tool_parser_plugin",), lambda config, _: bool(config.server.tool_call_parser), "--tool-call-parser"),
     Rule(("reasoning_parser_plugin",), lambda config, _: bool(config.server.reasoning_parser), "--reasoning-parser"),

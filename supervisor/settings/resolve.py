@@ -29,6 +29,7 @@ from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
 from meshlm.supervisor.errors import ContextDoesNotFit, StartError, UsageError, raised_as
 from meshlm.supervisor.settings import (
+    adapters,
     compilation,
     determinism,
     flag_rules,
@@ -65,7 +66,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     pools = pooling is not None
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
-    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules, kv_events.rules):
+    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules, kv_events.rules, adapters.rules):
         check(table(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
     with raised_as(UsageError, plugins.PluginError):
@@ -87,13 +88,15 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         print(f"meshlm: {note}", file=sys.stderr)
     dtype = _dtype(config, platform, files.spec.dtype, family)
     check(flag_rules.attention(config, files.spec, platform.name, dtype))
+    served_names = config.model.served_model_name or (files.name,)
     resolved = Resolved(
         spec=files.spec,
         model_path=str(files.path),
         weights_url=files.weights_url,
         tokenizer_path=str(files.tokenizer_path),
         chat_templates=files.chat_templates,
-        served_names=config.model.served_model_name or (files.name,),
+        served_names=served_names,
+        adapters=adapters.read(config, files.spec, served_names),
         generation_defaults=generation.defaults,
         max_output_tokens=generation.max_output_tokens,
         load_format=files.load_format,

@@ -95,7 +95,7 @@ ABSENT_VALUES = {
 }
 
 _NO_IMAGES = "there are no images"
-_NO_LORA = "it changes nothing without --enable-lora, and LoRA adapters are not there yet"
+_NO_EXPERTS = "adapters of experts are refused one by one"
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
     "--disable-log-stats": (0, "no statistics are logged; GET /metrics and LLM.get_metrics have them"),
@@ -133,15 +133,13 @@ NEEDLESS = {
     "--enable-ep-weight-filter": (0, "each rank reads the weights of its own experts alone"),
     "--enable-cumem-allocator": (0, "--enable-sleep-mode needs no allocator of its own"),
     "--no-disable-log-stats": (0, "no statistics are logged; GET /metrics and LLM.get_metrics have them"),
-    **dict.fromkeys(("--max-loras", "--max-lora-rank", "--max-cpu-loras", "--lora-dtype"), (1, _NO_LORA)),
-    **dict.fromkeys(("--fully-sharded-loras", "--specialize-active-lora"), (0, _NO_LORA)),
-    **dict.fromkeys(("--enable-tower-connector-lora", "--enable-moe-shared-loras"), (0, _NO_LORA)),
-    "--enable-mixed-moe-lora-format": (0, _NO_LORA),
+    "--specialize-active-lora": (0, "a step computes with the adapters that its rows have"),
+    "--enable-tower-connector-lora": (0, _NO_IMAGES),
+    **dict.fromkeys(("--enable-moe-shared-loras", "--enable-mixed-moe-lora-format"), (0, _NO_EXPERTS)),
     "--allow-deprecated-quantization": (0, "no method of quantisation needs to be allowed"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
-_LORA = "LoRA adapters are not there yet"
 _MEDIA = "images are not there yet"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
@@ -163,7 +161,7 @@ _QUANTISED = (
 _ONE_MESH = "one mesh computes prompts and answers; KV transfer between meshes is not there yet"
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {
-    **dict.fromkeys(("--enable-lora", "--lora-modules", "--default-mm-loras", "--lora-target-modules"), _LORA),
+    "--default-mm-loras": "images are not there yet; a request names its adapter (model)",
     "--tool-server": "clients call their tools themselves",
     "--reasoning-config": "--reasoning-parser is the setting",
     "--guided-decoding-backend": "grammars are llguidance's; --structured-outputs-config has the options",

@@ -84,6 +84,8 @@ class Compute:
         attention = self.attention.step(batch, self._block_size)
         caches = self.caches[: self._num_layers]
         hidden: Tensor = self._model(batch, caches, attention, None if self._is_first else intermediate_tensors)
+        if batch.adapters is not None:
+            batch.adapters.check()
         if not self._is_last:
             intermediate_tensors.copy_(hidden)
         return hidden

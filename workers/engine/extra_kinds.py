@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshlm.workers.lora.make import adapter_rows
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.logprobs import PromptLogprobsStep
 from meshlm.workers.output.mask_process import MaskProcess
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 def kinds_of(engine: "ModelEngine", max_tokens: int) -> list[RowExtra[Tensor]]:
     """max_tokens: of a step, padded."""
     found: list[RowExtra[Tensor]] = [] if engine.verification is None else [engine.verification]
+    if engine.config.adapters.enable_lora:
+        found.append(adapter_rows(engine))
     if engine.shard.is_first and engine.config.server.enable_prompt_embeds:
         size, rows = engine.resolved.spec.hidden_size, engine.rows
         rows.vectors = torch.zeros(max_tokens, size, dtype=engine.dtype, device=engine.device)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshlm.workers.engine import ProgressReport
     from meshlm.workers.engine.engine import ModelEngine
     from meshlm.workers.engine.triton_inputs import TritonInputs
+    from meshlm.workers.lora.adapter_rows import AdapterRows
     from meshlm.workers.output.logits_sampler import LogitsSampler
     from meshlm.workers.speculative.verifier import Verifier
     from meshlm.workers.states.drafted import DraftStates
@@ -38,6 +39,7 @@ class TorchInputs:
     def __init__(self, rows: DeviceRows) -> None:
         self._rows, self._device = rows, rows.state.device
         self.draft_states: DraftStates | None = None  # where drafts and states meet
+        self.adapters: AdapterRows | None = None  # with --enable-lora
 
     def send(self, step: StepColumns, size: int, changes: I32, segments: int, places: NDArray[np.int64]) -> None:
         """Apply the changes (changes.py) to the rows, and have the step's columns on the device, padded to `size` requests."""
@@ -81,6 +83,7 @@ class TorchInputs:
             vectors=None if rows.vectors is None else rows.vectors[: step.t],
             token_types=types,
             draft_pages=() if self.draft_states is None else self.draft_states.pages(step),
+            adapters=None if self.adapters is None else self.adapters.of_step(step),
         )
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:

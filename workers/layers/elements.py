@@ -77,12 +77,19 @@ class Linear(WeightedLayer):
         return [one for name, one in self.named_parameters() if name in ("weight", "weight_values")]
 
     def forward(self, x: Tensor, ops: Ops) -> Tensor:
-        return self.format.apply(self, x, ops)
+        out = self.format.apply(self, x, ops)
+        return out if ops.adapters is None else ops.adapters.add(self, x, out, ops)
 
     def row_parallel(self, x: Tensor, residual: Tensor | None, ops: Ops) -> PartialSum:
+        if ops.adapters is not None and ops.adapters.changes(self):
+            return ops.term(self.forward(x, ops), residual)
         return self.format.row_parallel(self, x, residual, ops)
 
     def after_norm(self, x: PartialSum, norm: RMSNorm, ops: Ops, *, gate: str = "") -> tuple[Tensor, Tensor]:
+        if ops.adapters is not None and ops.adapters.changes(self):
+            normed, residual = ops.norm(x, (norm.weight, norm.eps))
+            out = self.forward(normed, ops)
+            return (ops.act_mul(out, gate) if gate else out), residual
         return self.format.after_norm(self, x, (norm.weight, norm.eps), ops, gate)
 
 

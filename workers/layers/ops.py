@@ -4,8 +4,9 @@ A model never asks on which device it runs; `make_ops` does, once.
 """
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.formats.format import has_kernels
 from meshlm.workers.layers.rope import apply_rope, apply_rope_to_neighbours
 from meshlm.workers.partial_sum import Kind, PartialSum
+
+if TYPE_CHECKING:
+    from meshlm.workers.lora.step_adapters import StepAdapters
 
 
 @dataclass(slots=True)
@@ -84,6 +88,8 @@ class RouterWeights(NamedTuple):
 
 class Ops(Protocol):
     """m rows, t tokens."""
+
+    adapters: "StepAdapters | None"  # of the rows of a step, where some have any: `with_adapters`
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [outputs, inputs] as this device likes it; what `linear` takes."""
@@ -174,8 +180,19 @@ class Ops(Protocol):
         heads, nope + rotary]; latent [t, rank + rotary]. Lines of both may be strided."""
 
 
+def with_adapters(ops: Ops, adapters: "StepAdapters | None") -> Ops:
+    """The operations as the layers of a step with these adapters are given them."""
+    if adapters is None:
+        return ops
+    found = copy(ops)
+    found.adapters = adapters
+    return found
+
+
 class Composed:
     """embed and norm_linear by their parts; activations in plain torch."""
+
+    adapters: "StepAdapters | None" = None
 
     gated_norm = staticmethod(gated_norm)
     select_experts = staticmethod(select_experts)

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from meshlm.workers.distributed.communicator import FUSED_ROWS, Communicator
 from meshlm.workers.layers.ops import NormWeight, Ops, RouterWeights
+from meshlm.workers.lora.step_adapters import StepAdapters
 from meshlm.workers.partial_sum import Kind, PartialSum
 
 
 class SummingOps:
     """See `meshlm.workers.layers.ops.Ops`. What the base gives as this rank's term becomes the sum over the ranks."""
+
+    adapters: StepAdapters | None = None
 
     def __init__(self, base: Ops, comm: Communicator, *, whole: bool = True) -> None:
         """whole: all layers are here, so that a step ends with a norm."""

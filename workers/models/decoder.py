@@ -23,7 +23,15 @@ from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_invariant_ops, make_ops
+from meshlm.workers.layers.ops import (
+    AttentionShape,
+    LayerStep,
+    Ops,
+    TorchOps,
+    make_invariant_ops,
+    make_ops,
+    with_adapters,
+)
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.models.classifier import Classifier
@@ -239,7 +247,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [t, hidden] after the last norm. In a pipeline: the residual of the stage before goes in (it may be
         changed), what the next stage takes comes out."""
-        if self.executor is not None:
+        if self.executor is not None and batch.adapters is None:
             return self.executor.run(self, batch, caches, attention)
         ops = self.ops
         x: PartialSum
@@ -253,7 +261,7 @@ class Decoder(nn.Module):
         else:
             assert residual is not None
             x = PartialSum(residual)
-        context = ForwardContext(batch, self.rope, attention, ops)
+        context = self.context(batch, attention)
         for number, (layer, cache) in enumerate(zip(self.layers, caches, strict=True), 1):
             assert isinstance(layer, DecoderLayer)
             x = layer(x, cache, context, normed)
@@ -261,6 +269,10 @@ class Decoder(nn.Module):
             if number in self._taps:
                 x = self._leave(x, number)
         return self.normed(x) if self.norm is not None else self.state(x)
+
+    def context(self, batch: StepInputs, attention: StepAttention) -> ForwardContext:
+        """What all layers of a step are given."""
+        return ForwardContext(batch, self.rope, attention, with_adapters(self.ops, batch.adapters))
 
     def state(self, x: PartialSum) -> Tensor:
         """[t, hidden]: the residual with all that is added to it, in the residual's memory."""

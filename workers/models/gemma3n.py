@@ -140,7 +140,7 @@ class Gemma3n(gemma.Gemma):
         first = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
         own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))
-        context, shared = ForwardContext(batch, self.rope, attention, self.ops), gemma.SharedKV()
+        context, shared = self.context(batch, attention), gemma.SharedKV()
         for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             assert isinstance(layer, Gemma3nLayer)
             x = layer.step(x, own[:, nth], cache, context, shared)

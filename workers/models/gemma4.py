@@ -114,7 +114,7 @@ class Gemma4(gemma.Gemma):
             assert residual is not None
             x = residual
         own = None if self.entry is None else self.entry(x, batch, self.ops)
-        context, shared = ForwardContext(batch, self.rope, attention, self.ops), gemma.SharedKV()
+        context, shared = self.context(batch, attention), gemma.SharedKV()
         for nth, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             assert isinstance(layer, Gemma4Layer)
             x = layer.step(x, None if own is None else own[:, nth], cache, context, shared)

@@ -16,6 +16,7 @@ from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks
+from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.requests.budget import Budget
 from meshlm.frontend.routes.application import Application
@@ -60,6 +61,8 @@ class Scripted:
         self.feed = Feed(self, Facts("frontend/0", self.version, resolved.served_names[0]), limit=2)
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
         self.resolved = resolved
+        self.adapters = Adapters()
+        self.adapters.begin(resolved)
         self.rates = RateLimits("")
         self.poison = PoisonBodies()
         self.io_processor: IOProcessor | None = None

@@ -1,0 +1,108 @@
+"""Reads an adapter's values: of each of its modules what this worker's part of the model needs, beside the layer that it changes.
+
+Query, key and value, and gate and up, are one product of the model; an adapter may have an A and a B for each of them. What tensor
+ranks have of a layer they have of its adapter: of a column-parallel layer rows of B, of a row-parallel one columns of A, whose
+products are parts of the same sum over the ranks (runtime/model_files/adapter_files.py has the formula).
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+
+from meshlm.architectures.registry import weights_of
+from meshlm.protocol.adapters import Adapter
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.adapter_files import AdaptedModule, Limits, read_adapter
+from meshlm.workers.layers.elements import Linear
+from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.weights.layouts import to_halves
+from meshlm.workers.weights.slices import slices_of
+
+
+class OutputSlice(NamedTuple):
+    """B of one of the matrices that a layer holds: for its outputs begin to end, of the inner numbers from `first` on."""
+
+    begin: int
+    end: int
+    first: int
+    rank: int
+    b: Tensor  # [end - begin, rank] as `Ops.pack` has it, multiplied by the adapter's scale
+
+
+class LinearAdapter(NamedTuple):
+    """One adapter in one layer."""
+
+    a: Tensor  # [rank, inputs] as `Ops.pack` has it: A of all matrices, one below the other
+    rank: int
+    slices: tuple[OutputSlice, ...]
+
+
+LinearAdapters = Mapping[Linear, LinearAdapter]
+
+
+class LoadedAdapter(NamedTuple):
+    adapter: Adapter
+    layers: LinearAdapters
+
+
+class _Matrices:
+    """A and B of one layer, as they are found."""
+
+    def __init__(self) -> None:
+        self.a: list[Tensor] = []
+        self.b: list[tuple[int, int, Tensor]] = []  # the first output, the first inner number
+
+    @property
+    def rank(self) -> int:
+        return sum(map(len, self.a))
+
+
+def load_adapter(
+    adapter: Adapter, model: Decoder, limits: Limits, dtypes: tuple[torch.dtype, torch.dtype]
+) -> LoadedAdapter:
+    """This worker's part of an adapter. dtypes: what values are rounded to, and the model's. ModelFilesError."""
+    files = read_adapter(Path(adapter.path), model.spec, limits)
+    if files.digest != adapter.digest:
+        raise ModelFilesError(f"{adapter.path}: the files are others than when the adapter was loaded; load it again")
+    tensors, found = load(files.tensors), dict[Linear, _Matrices]()
+    for module in files.modules:
+        a, b = tensors[module.a].float(), tensors[module.b].float() * module.scale
+        _place(module, a, b, model, found)
+
+    def packed(values: Tensor) -> Tensor:
+        rounded = values.to(dtypes[0]).to(dtypes[1])
+        return model.ops.pack(rounded.contiguous().to(model.rope.device))
+
+    layers = {}
+    for layer, matrices in found.items():
+        slices = tuple(OutputSlice(at, at + len(b), first, b.shape[1], packed(b)) for at, first, b in matrices.b)
+        layers[layer] = LinearAdapter(packed(torch.cat(matrices.a)), matrices.rank, slices)
+    return LoadedAdapter(adapter, layers)
+
+
+def _place(module: AdaptedModule, a: Tensor, b: Tensor, model: Decoder, found: dict[Linear, _Matrices]) -> None:
+    """Gives the layers of this worker their part of one module."""
+    places, known, begin = slices_of(model.spec, model.shard), weights_of(model.spec), 0
+    firsts: dict[Linear, int] = {}  # where A stands in a layer: matrices of a module share it
+    for name in module.weights:
+        rows = b[begin : begin + known[name].shape[0]]
+        begin += len(rows)
+        place = places.get(name)
+        if place is None or place.begin == place.end:  # another worker's
+            continue
+        layer = model.get_submodule(place.parameter.removesuffix(".weight"))
+        if type(layer) is not Linear:
+            raise ModelFilesError(
+                f"{module.name} is no plain linear layer of {model.spec.architecture}; no adapter changes it"
+            )
+        matrices = found.setdefault(layer, _Matrices())
+        if layer not in firsts:
+            firsts[layer] = matrices.rank
+            matrices.a.append(a[:, place.begin : place.end] if place.dim else a)
+        own = rows if place.dim else rows[place.begin : place.end]
+        own = to_halves(own, *place.neighbours) if place.neighbours[1] else own
+        matrices.b.append((place.row, firsts[layer], own * place.times))
