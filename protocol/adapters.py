@@ -21,6 +21,10 @@ class Adapter(ExtraKind, frozen=True, tag="adapter"):
     def slot_key(self) -> bytes:
         return self.digest
 
+    @property
+    def slot_name(self) -> str:
+        return self.name
+
     def key_parts(self, begin: int, end: int) -> bytes:
         """Blocks behind the first one follow from it."""
         return b"" if begin else b"adapter" + self.digest

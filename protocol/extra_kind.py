@@ -55,6 +55,11 @@ class ExtraKind(Struct, frozen=True):
         return b""
 
     @property
+    def slot_name(self) -> str:
+        """What clients call that."""
+        return ""
+
+    @property
     def needs_prompt_ids(self) -> bool:
         """Whether the reader of the answer has to know the prompt's token ids."""
         return False

@@ -46,6 +46,11 @@ def slot_key(extras: Iterable[ExtraKind]) -> bytes:
     return next((key for extra in extras if (key := extra.slot_key)), b"")
 
 
+def slot_name(extras: Iterable[ExtraKind]) -> str | None:
+    """What clients call that; None: nothing has a name."""
+    return next((name for extra in extras if (name := extra.slot_name)), None)
+
+
 def num_bytes(extras: Iterable[ExtraKind]) -> int:
     """The bytes that they take on the wire and in memory, about."""
     return sum(extra.num_bytes for extra in extras)

@@ -7,7 +7,7 @@ whoever follows the events never believes more than is there.
 
 from collections.abc import Container
 
-from meshlm.protocol.extras import key_parts
+from meshlm.protocol.extras import key_parts, slot_name
 from meshlm.protocol.kv_events import DEVICE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, hash_of
 from meshlm.scheduler_proc.kv.groups import Kind
 from meshlm.scheduler_proc.request import Request
@@ -49,7 +49,7 @@ class CacheEvents:
                 block_size,
                 None,
                 DEVICE,
-                None,
+                slot_name(request.work.extras),
                 [extra],
                 kind.number,
                 kind.spec.event_kind,

@@ -14,7 +14,7 @@ from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules
 
 FLAG, MODULES = "--enable-lora", "--lora-modules"
-DEVICES = ("cpu", "fake")
+DEVICE = "cpu"
 
 
 def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
@@ -25,7 +25,7 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
         return
     why = adapter_files.why_not(f.spec)
     yield why, FLAG, why
-    yield f.device not in DEVICES, FLAG, f"--device {f.device} has no products of adapters yet; --device cpu has"
+    yield f.device != DEVICE, FLAG, f"--device {f.device} has no products of adapters yet; --device {DEVICE} has"
     yield pools, FLAG, "models of vectors take no adapters yet; leave it out"
     yield c.worker.deterministic, FLAG, "not proven to be deterministic; leave out --deterministic or it"
     few = asked.max_cpu_loras is not None and asked.max_cpu_loras < asked.max_loras

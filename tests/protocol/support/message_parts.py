@@ -1,6 +1,7 @@
 """What messages of `messages.py` carry: every field differs from its default."""
 
 from meshlm.protocol import (
+    adapters,
     audio,
     counts,
     dashboard,
@@ -37,6 +38,7 @@ GRAMMAR = grammar.Grammar(
 EMBEDS = prompt_embeds.PromptEmbeds("bfloat16", ((3, 2), (9, 1)), b"\x01\x02" * 6, pack_i32([5, 6, 7]), b"d" * 48)
 BREAKERS = samplers.SequenceBreakers(("\n",), pack_i32([13, 14]))
 DRAFTING = drafting.Drafting(2)
+ADAPTER = adapters.Adapter("sql", "/adapters/sql", b"d" * 32)
 KV_TRANSFER = kv_transfer.KVTransfer(b'{"do_remote_prefill":true}', True, True)
 PAGES = kv.PageMemory("/proc/7/fd/9", 64, (kv.Segment(4096, 1024, 512),), b"h" * 64)
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
@@ -84,7 +86,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING, KV_TRANSFER),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING, KV_TRANSFER, ADAPTER),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)

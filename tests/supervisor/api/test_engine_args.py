@@ -26,9 +26,9 @@ def test_a_field_for_each_setting_and_vllms_names() -> None:
 def test_what_cannot_be_is_said_at_once() -> None:
     with pytest.raises(TypeError, match="max_model_length"):
         EngineArgs(max_model_length=3)
-    with pytest.raises(ValueError, match=r"^LLM: enable_lora: "):
-        EngineArgs(enable_lora=True)
-    EngineArgs(enable_lora=False)
+    with pytest.raises(ValueError, match=r"^LLM: default_mm_loras: "):
+        EngineArgs(default_mm_loras={"image": "x"})
+    EngineArgs(default_mm_loras={})
 
 
 def test_from_the_flags_of_a_program() -> None:

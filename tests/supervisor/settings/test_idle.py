@@ -32,6 +32,12 @@ VALUES: dict[str, object] = {  # other than the default, one that goes with noth
     "tool_parser_plugin": "/x",
     "reasoning_parser_plugin": "/x",
     "kv_cache_metrics_sample": 0.5,
+    "max_loras": 2,
+    "max_lora_rank": 32,
+    "max_cpu_loras": 2,
+    "lora_dtype": "bfloat16",
+    "lora_target_modules": ("q_proj",),
+    "fully_sharded_loras": True,
 }
 WITH: dict[str, dict[str, object]] = {  # what gives them one
     "compile_dynamic_shapes": {"compile": "inductor"},
@@ -47,6 +53,17 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
     "tool_parser_plugin": {"tool_call_parser": "hermes"},
     "reasoning_parser_plugin": {"reasoning_parser": "qwen3"},
     "kv_cache_metrics_sample": {"kv_cache_metrics": True},
+    **{
+        name: {"enable_lora": True}
+        for name in (
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+        )
+    },
 }
 
 

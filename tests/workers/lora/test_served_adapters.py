@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from adapters import AdapterBench, adapter_in, greedy, save_adapters, served_with
 from served_engines import AGAIN, OUTPUT, PROMPTS, Engines
-from small_models import CLASSIC, GEMMA, GEMMA4, SMALL
+from small_models import GEMMA, SMALL
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PACKED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
@@ -53,7 +53,9 @@ class Case:
     def serve(self, pages: int, backend: str = "cpu", tp: int = 1, pp: int = 1, slots: int = 2) -> AdapterBench:
         engines = Engines(self.folder, pages, backend, tp, pp, enable_lora=True, max_loras=slots)
         spec = engines.engines[0].resolved.spec
-        known = {handle: None if name is None else adapter_in(self.adapters, name, spec) for handle, name in NAMES.items()}
+        known = {
+            handle: None if name is None else adapter_in(self.adapters, name, spec) for handle, name in NAMES.items()
+        }
         try:
             return served_with(engines, known, slots, pp)
         finally:
@@ -78,5 +80,6 @@ def test_tokens_are_pefts(case: Case, backend: str, tp: int, pp: int) -> None:
     bench = case.serve(40, backend, tp, pp)
     assert bench.tokens == case.expected(bench)
     assert bench.tokens[AGAIN[0]] == bench.tokens[5], "the same adapter, now behind its cached prefix"
+    assert bench.tokens[AGAIN[0]] != bench.tokens[AGAIN[1]], "the adapters are to be no trifle"
     assert bench.cached[AGAIN[0]] > 0
     assert bench.cached[AGAIN[1]] == 0, "another adapter's KV is not this one's"

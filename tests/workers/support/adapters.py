@@ -21,9 +21,9 @@ from meshlm.runtime.process.events import Received, Send
 LIMITS = Limits(16)
 
 
-def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]]) -> Any:
+def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]], size: float = 0.25) -> Any:
     """peft's model of `theirs` with an adapter of each of these settings, none of which leaves the model as it is. They are saved in
-    folders of their names."""
+    folders of their names. size: the standard deviation of A and B."""
     import peft
 
     found: Any = None
@@ -38,8 +38,8 @@ def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]])
     generator = torch.Generator().manual_seed(1)
     for name, parameter in found.named_parameters():
         if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
-    found.save_pretrained(folder)
+            parameter.data = torch.randn(parameter.shape, generator=generator) * size
+    found.save_pretrained(folder, save_embedding_layers=False)
     return found.eval()
 
 

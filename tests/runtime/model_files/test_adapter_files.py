@@ -1,0 +1,125 @@
+"""Folders of adapters: what is read of them, and what is refused in one line that names file and fault."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from adapter_folders import QUERY, Tensors, folder_of, pair, zeros
+from tiny_models import spec_of
+
+from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.adapter_files import (
+    CONFIG,
+    TENSORS,
+    Limits,
+    adapter_of,
+    read_adapter,
+    why_not,
+    wrong_name,
+)
+
+SPEC = spec_of(intermediate_size=16)
+DOWN = "model.layers.0.mlp.down_proj"
+GOOD = pair(QUERY, 4, 8, 8)
+
+
+def test_modules_ranks_and_scales(tmp_path: Path) -> None:
+    tensors = {**GOOD, **pair(DOWN, 2, 16, 8)}
+    found = read_adapter(folder_of(tmp_path, tensors, alpha_pattern={"down_proj": 3}), SPEC, Limits(8))
+    assert [(one.name, one.rank, one.scale, one.weights) for one in found.modules] == [
+        (DOWN, 2, 1.5, (f"{DOWN}.weight",)),
+        (QUERY, 4, 2.0, (f"{QUERY}.weight",)),
+    ]
+    (root, _) = read_adapter(folder_of(tmp_path, tensors, use_rslora=True), SPEC, Limits(8)).modules
+    assert math.isclose(root.scale, 8 / math.sqrt(2))
+
+
+def test_its_digest_is_what_its_files_hold(tmp_path: Path) -> None:
+    first = adapter_of("a", folder_of(tmp_path / "first"), SPEC, Limits(8))
+    again = adapter_of("b", folder_of(tmp_path / "second"), SPEC, Limits(8))
+    others = [
+        adapter_of("a", folder_of(tmp_path / "third", lora_alpha=9), SPEC, Limits(8)),
+        adapter_of("a", folder_of(tmp_path / "fourth", {**GOOD, **pair(DOWN, 2, 16, 8)}), SPEC, Limits(8)),
+    ]
+    assert first.digest == again.digest
+    assert len({one.digest for one in (first, *others)}) == 3
+
+
+A, B = GOOD
+BAD: list[tuple[dict[str, Any], Tensors, str]] = [
+    ({"peft_type": "IA3"}, GOOD, "peft_type is 'IA3'; LORA is what is read"),
+    ({"use_dora": True}, GOOD, "use_dora: DoRA is not there yet"),
+    ({"alora_invocation_tokens": [5]}, GOOD, "aLoRA is not there yet"),
+    ({"modules_to_save": ["lm_head"]}, GOOD, "modules_to_save: modules that are trained whole are not read"),
+    ({"bias": "all"}, GOOD, "bias is 'all'; none is what is read"),
+    ({"init_lora_weights": "pissa"}, GOOD, "init_lora_weights is 'pissa', which changes the base's weights"),
+    ({"lora_alpha": "much"}, GOOD, "lora_alpha or alpha_pattern is not read"),
+    ({"alpha_pattern": {"(": 2}}, GOOD, "lora_alpha or alpha_pattern is not read"),
+    ({}, {}, "it holds no tensor"),
+    ({}, {A: GOOD[A]}, "q_proj has no lora_B"),
+    ({}, {B: GOOD[B]}, "q_proj has no lora_A"),
+    (
+        {},
+        {**GOOD, "base_model.model.lm_head.weight": zeros(2, 2)},
+        "tensor base_model.model.lm_head.weight is no lora_A",
+    ),
+    ({}, pair("model.layers.1.self_attn.q_proj", 4, 8, 8), "this model .LlamaForCausalLM. has no such module"),
+    ({}, pair("model.layers.0.self_attn.w_proj", 4, 8, 8), "w_proj: this model .* has no such module"),
+    (
+        {},
+        pair("model.embed_tokens", 4, 8, 1000),
+        "embed_tokens: this model .* has no such module, or none that adapters",
+    ),
+    ({}, pair("lm_head", 4, 8, 1000), "lm_head: this model .* has no such module, or none that adapters"),
+    (
+        {},
+        pair(QUERY, 4, 16, 8),
+        r"has A \(4, 16\) and B \(8, 4\); for this model they must be \(rank, 8\) and \(8, rank\)",
+    ),
+    ({}, {A: zeros(4, 8), B: zeros(8, 2)}, r"has A \(4, 8\) and B \(8, 2\)"),
+    ({}, {A: zeros(0, 8), B: zeros(8, 0)}, r"has A \(0, 8\)"),
+    ({}, {A: ("I32", (4, 8), bytes(128)), B: zeros(8, 4)}, "lora_A.weight is I32 .4, 8.; a matrix of floats"),
+    ({}, {A: zeros(4, 8), B: zeros(8, 4, value=math.nan)}, "lora_B.weight has numbers that are not finite"),
+    ({}, {A: ("BF16", (4, 8), b"\x80\x7f" * 32), B: zeros(8, 4)}, "lora_A.weight has numbers that are not finite"),
+    ({}, pair(QUERY, 9, 8, 8), "q_proj has rank 9; --max-lora-rank is 8"),
+    ({}, pair(DOWN, 2, 16, 8), "it changes down_proj, which --lora-target-modules does not name"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "said"), BAD)
+def test_bad_adapters(config: dict[str, Any], tensors: Tensors, said: str, tmp_path: Path) -> None:
+    limits = Limits(8, ("q_proj", "w_proj", "embed_tokens", "lm_head"))
+    with pytest.raises(ModelFilesError, match=said) as error:
+        read_adapter(folder_of(tmp_path, tensors, **config), SPEC, limits)
+    assert str(error.value).startswith(str(tmp_path))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_there_or_cut_short(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match="no such folder"):
+        read_adapter(tmp_path / "none", SPEC, Limits(8))
+    with pytest.raises(ModelFilesError, match=CONFIG):
+        read_adapter(tmp_path, SPEC, Limits(8))
+    folder = folder_of(tmp_path / "short")
+    (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:-1])
+    with pytest.raises(ModelFilesError, match="cannot be read, perhaps cut short"):
+        read_adapter(folder, SPEC, Limits(8))
+    (folder / TENSORS).unlink()
+    with pytest.raises(ModelFilesError, match=f"{TENSORS} is not there"):
+        read_adapter(folder, SPEC, Limits(8))
+    (folder / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(ModelFilesError, match="is a pickle, which may run anything"):
+        read_adapter(folder, SPEC, Limits(8))
+
+
+def test_models_that_take_none() -> None:
+    assert not why_not(SPEC)
+    assert why_not(msgspec.structs.replace(SPEC, encoder_only=True))
+
+
+def test_names() -> None:
+    assert not wrong_name("team/sql-7b:v2")
+    for name in ("", " a", "a\n", "x" * 257, "\x00"):
+        assert wrong_name(name)
