@@ -23,15 +23,7 @@ from meshlm.workers.formats.format import WeightedLayer
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
-from meshlm.workers.layers.ops import (
-    AttentionShape,
-    LayerStep,
-    Ops,
-    TorchOps,
-    make_invariant_ops,
-    make_ops,
-    with_adapters,
-)
+from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_invariant_ops, make_ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.models.classifier import Classifier
@@ -272,7 +264,7 @@ class Decoder(nn.Module):
 
     def context(self, batch: StepInputs, attention: StepAttention) -> ForwardContext:
         """What all layers of a step are given."""
-        return ForwardContext(batch, self.rope, attention, with_adapters(self.ops, batch.adapters))
+        return ForwardContext.of(batch, self.rope, attention, self.ops)
 
     def state(self, x: PartialSum) -> Tensor:
         """[t, hidden]: the residual with all that is added to it, in the residual's memory."""
