@@ -144,6 +144,19 @@ def fp8_plan(rows: int, layer: Layer, block_k: int) -> Plan:
     )
 
 
+INVARIANT = Plan("many", many.Shape(64, 64, 64, 4, 4), many.Shape(64, 128, 64, 4, 4))
+"""For any number of rows, each of which gets the same bits whatever the others are: one variant of each kernel, in tiles of 64 rows,
+which Hopper multiplies by wgmma."""
+
+
+def warm_rows_of(num_topk: int, most: int) -> set[int]:
+    """So many rows, up to `most`, meet every variant of the kernels that order rows for INVARIANT."""
+    found: dict[int, int] = {}
+    for rows in range(1, most + 1):
+        found.setdefault(counted_at_once(rows * num_topk), rows)
+    return set(found.values())
+
+
 def leaves_parts(plan: Plan, rows: int) -> bool:
     """Whether results are left as parts, where somebody sums them up."""
     return plan.kind != "one" and rows <= PARTS_ROWS

@@ -9,6 +9,7 @@ from torch import Tensor
 from meshlm.kernels import pdl
 from meshlm.kernels.batch_invariant.gemm import gemm
 from meshlm.kernels.embedding.kernel import embed
+from meshlm.kernels.moe_routing.kernel import select_experts
 from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
@@ -19,6 +20,8 @@ ACT_BLOCK = 1024  # columns of a program of the gate
 
 
 class InvariantOps(Composed):
+    select_experts = staticmethod(select_experts)
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 

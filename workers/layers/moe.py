@@ -97,9 +97,9 @@ class MoE(nn.Module):
         self._fused: FusedMoE | None = None
         self.replicas: Replicas | None = None  # where experts move between ranks
 
-    def use(self, dispatcher: Dispatcher) -> None:
+    def use(self, dispatcher: Dispatcher, *, deterministic: bool = False) -> None:
         """Sets, after loading, how tokens get to the experts. ProcessFatal where no experts fit it."""
-        self._fused = FusedMoE(dispatcher, make_experts(self.experts.weights(self.act)))
+        self._fused = FusedMoE(dispatcher, make_experts(self.experts.weights(self.act), deterministic=deterministic))
 
     @property
     def fused(self) -> FusedMoE:

@@ -218,7 +218,7 @@ class Decoder(nn.Module):
 
     def _use_dispatcher(self) -> None:
         for module in self.mixtures():
-            module.use(no_dispatch(module.moe, self.shard.tp_size))
+            module.use(no_dispatch(module.moe, self.shard.tp_size), deterministic=self.deterministic)
 
     def share_experts(self, group: ExpertGroup, backend: str, *, slots: bool = False) -> None:
         """Before the first step, after `join`: each member of the group has some of the experts. backend: --all2all-backend. slots:

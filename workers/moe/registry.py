@@ -12,6 +12,7 @@ from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.packed_experts.layout import ExpertWeight
 from meshlm.kernels.quantise_int8.reference import Int8Weight
 from meshlm.protocol.layers import MoESpec
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.distributed.expert_group import ExpertGroup
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.moe import fused_moe
@@ -104,6 +105,16 @@ def _triton(given: fused_moe.ExpertWeights) -> fused_moe.Experts:
     return TritonExperts(given)
 
 
+def _invariant(given: fused_moe.ExpertWeights) -> fused_moe.Experts:
+    """A row's numbers do not depend on others (--deterministic). ProcessFatal where no kernel computes such experts."""
+    from meshlm.kernels.grouped_gemm.plan import INVARIANT
+    from meshlm.workers.moe.experts.triton import TritonExperts
+
+    if why := _unsupported_by_triton(given):
+        raise ProcessFatal(f"--deterministic: not proven for these experts: {why}; leave it out")
+    return TritonExperts(given, INVARIANT)
+
+
 EXPERTS: dict[str, ExpertsKind] = {
     "triton": ExpertsKind(_unsupported_by_triton, _triton),
     "packed": ExpertsKind(_unsupported_by_packed, _packed),
@@ -123,8 +134,10 @@ def _warn(name: str, reasons: str) -> None:
     _log.warning("experts are computed in plain torch, which waits for the GPU", experts=name, reason=reasons)
 
 
-def make_experts(weights: fused_moe.ExpertWeights) -> fused_moe.Experts:
-    """The fastest that can compute these weights; plain torch can all."""
+def make_experts(weights: fused_moe.ExpertWeights, *, deterministic: bool = False) -> fused_moe.Experts:
+    """The fastest that can compute these weights; plain torch can all. deterministic: --deterministic, as all are on a CPU."""
+    if deterministic and weights.gate_up.device.type == "cuda":
+        return _invariant(weights)
     reasons: list[str] = []
     for name, kind in EXPERTS.items():
         if (why := kind.unsupported(weights)) is None:

@@ -39,7 +39,12 @@ MODELS = {
     "qwen3": config("Qwen3", 1024, 3072, 3, 16, 8, 151936, tie_word_embeddings=True),
     "qwen2": config("Qwen2", 1536, 8960, 2, 12, 2, 32003),  # biases; groups of six; rows of logits that are not aligned
     "mistral": config("Mistral", 1024, 1792, 2, 8, 2, 4096, sliding_window=200),
-}
+    "qwen3-moe": config(
+        "Qwen3Moe", 1024, 2048, 2, 8, 2, 4096, model_type="qwen3_moe", num_experts=64, num_experts_per_tok=6,
+        moe_intermediate_size=384, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    "mixtral": config("Mixtral", 1024, 1792, 2, 8, 2, 4096, num_local_experts=8, num_experts_per_tok=2),
+}  # fmt: skip
 LENGTH, DECODES, ROWS = 700, 6, 256
 MODES = ["FULL", "NONE"]
 

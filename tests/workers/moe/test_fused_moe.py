@@ -220,3 +220,24 @@ def test_numbers_that_no_kernel_has_written_are_no_experts() -> None:
     found, _ = FusedMoE(NoDispatch(0, NUM, NUM), ReferenceExperts(weights())).forward(x, garbage)
     assert found.value.isfinite().all()
     assert not found.value[1].any()
+
+
+def test_one_plan_for_any_number_of_rows() -> None:
+    """The kernels of --deterministic (bits: tests/workers/cuda/test_invariance.py): nothing is left to be summed elsewhere."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("without the interpreter its kernels are on the GPU")
+    from meshlm.kernels.grouped_gemm.plan import INVARIANT, warm_rows_of
+    from meshlm.workers.moe.experts.triton import TritonExperts
+
+    given, dispatcher = weights(), DISPATCHERS["none"](0, NUM)
+    kernels, plain = TritonExperts(given, INVARIANT), ReferenceExperts(given)
+    for rows in (1, 7, 70):
+        x = torch.randn(rows, HIDDEN)
+        routing = Routing(*select_experts(torch.randn(rows, NUM), Rule(TOPK, renormalise=True)))
+        expected, _ = FusedMoE(dispatcher, plain).forward(x, routing)
+        found, _ = FusedMoE(dispatcher, kernels).forward(x, routing)
+        assert found.kind is Kind.WHOLE
+        total = expected.value.sum(0) if expected.kind is Kind.SPLIT_K else expected.value
+        torch.testing.assert_close(found.value, total, atol=1e-5, rtol=1e-4)
+    assert kernels.warm_rows(8, 300) == warm_rows_of(8, 300) == {1, 9, 17, 33, 65, 129, 257}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshlm.kernels.fp8_gemm.reference import Fp8Weight
 from meshlm.kernels.grouped_gemm import kernel as many
-from meshlm.kernels.grouped_gemm.plan import Layer, Plan, fp8_plan, leaves_parts, plan_for, warm_rows
+from meshlm.kernels.grouped_gemm.plan import Layer, Plan, fp8_plan, leaves_parts, plan_for, warm_rows, warm_rows_of
 from meshlm.kernels.moe_align.kernel import align, most_tiles
 from meshlm.kernels.moe_epilogue.kernel import GELU_ALPHA, PLAIN, Epilogue
 from meshlm.kernels.moe_few import kernel as few
@@ -73,7 +73,8 @@ class _Weights:
     """A layer holds gate_up [local experts, 2 wide, hidden], down [local experts, hidden, wide], of 16 bits or with scales. Without
     a gate gate_up is [local experts, wide, hidden]."""
 
-    def __init__(self, given: ExpertWeights) -> None:
+    def __init__(self, given: ExpertWeights, fixed: Plan | None) -> None:
+        self.fixed = fixed
         self.gate_epilogue, self.down_epilogue = epilogues(given.extras, given.act, gated=given.gated)
         self._gated = given.gated
         plain = self.gate_epilogue is PLAIN and self.down_epilogue is PLAIN
@@ -101,7 +102,9 @@ class _Weights:
 
     def plan(self, rows: int, num_topk: int) -> Plan:
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
-        if self.block_k:
+        if self.fixed is not None:
+            found = self.fixed
+        elif self.block_k:
             found = fp8_plan(rows, layer, self.block_k)
         else:
             found = plan_for(rows, layer, apart=self._apart, one_row=self._one_row)
@@ -112,16 +115,21 @@ class _Weights:
         return of_gate if self._gated else 2 * of_gate
 
     def warm_rows(self, num_topk: int, most: int) -> set[int]:
+        if self.fixed is not None:
+            return warm_rows_of(num_topk, most)
         layer = Layer(self.num_experts, num_topk, self.hidden, self.wide)
         return warm_rows(layer, most, self.block_k, apart=self._apart, one_row=self._one_row)
 
 
 class TritonExperts:
     name = "triton"
-    leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
 
-    def __init__(self, given: ExpertWeights) -> None:
-        self._weights = _Weights(given)
+    def __init__(self, given: ExpertWeights, fixed: Plan | None = None) -> None:
+        """fixed: the plan of sorted rows for all numbers of them; None: by their number."""
+        self._weights = _Weights(given, fixed)
+        self.leaves: tuple[WeightAndReduce, ...] = (WeightAndReduce.PARTS, WeightAndReduce.DONE)
+        if fixed is not None:
+            self.leaves = (WeightAndReduce.DONE,)
         self.dtype, self.quantisation = self._weights.dtype, self._weights.quantisation
 
     def left(self, rows: int, num_topk: int, allowed: tuple[WeightAndReduce, ...]) -> WeightAndReduce:
