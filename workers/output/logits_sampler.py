@@ -225,11 +225,12 @@ class LogitsSampler:
             chosen = put(padded, self._device)
         index = put(lines, self._device)
         hidden, token_ids = self.hidden[index], self.sampled[index].long().clamp_(min=0)
-        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen, alone=self.alone)
+        each = widths if self.alone else []
+        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen, alone=each)
         # The lines of a request stand together.
         named, begins, counts = np.unique(places[lines], return_index=True, return_counts=True)
-        each = zip(named.tolist(), begins.tolist(), counts.tolist(), strict=True)
-        return [Details(packed, [Part(place, begin, begin + count, widths[begin]) for place, begin, count in each])]
+        spans = zip(named.tolist(), begins.tolist(), counts.tolist(), strict=True)
+        return [Details(packed, [Part(place, begin, begin + count, widths[begin]) for place, begin, count in spans])]
 
     def warm_up_masks(self) -> None:
         """Compiles what steps with masks need beside others."""

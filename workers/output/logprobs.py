@@ -3,11 +3,12 @@
 Computed in chunks of LINES: a chunk's float32 temporaries are about 11 bytes for each of its logits, and a prompt may have thousands.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -43,18 +44,29 @@ def in_chunks(
     logits_of: Callable[[Tensor], Tensor],
     chosen: Tensor | None = None,
     *,
-    alone: bool = False,
+    alone: Sequence[int] = (),
 ) -> Tensor:
     """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time.
 
-    alone: line by line, as if each were the only one (a sum of torch's follows the number of lines and where they lie)."""
+    alone: the width of each line, up to `width`: it is packed as if it were the only one (a sum of torch's follows the number of lines
+    and where they lie, and the order of equals how many are asked for)."""
     parts = []
     for begin in range(0, len(token_ids), LINES):
         some = slice(begin, begin + LINES)
         logits, ids, asked = logits_of(hidden[some]), token_ids[some], None if chosen is None else chosen[some]
-        each = [slice(nth, nth + 1) for nth in range(len(ids))] if alone else [slice(None)]
-        parts += [packed(logits[one], ids[one], width, None if asked is None else asked[one]) for one in each]
+        if not alone:
+            parts.append(packed(logits, ids, width, asked))
+        for nth, own in enumerate(alone[some]):
+            one = slice(nth, nth + 1)
+            line = packed(logits[one], ids[one], own, None if asked is None else asked[one, :own])
+            parts.append(_widened(line, own, width))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _widened(line: Tensor, own: int, width: int) -> Tensor:
+    """A packed line of its own width, as one of `width`."""
+    top_ids, top = line[:, 2 : 2 + own], line[:, 2 + own :]
+    return torch.cat((line[:, :2], F.pad(top_ids, (0, width - own)), F.pad(top, (0, width - own))), dim=1)
 
 
 def unpack(values: NDArray[np.int32], width: int) -> LogprobColumns:
@@ -133,7 +145,7 @@ class PromptLogprobsStep(StepExtra[Tensor]):
     def __init__(
         self, spans: list[PromptSpan], tokens: Tensor, logits_of: Callable[[Tensor], Tensor], *, alone: bool = False
     ) -> None:
-        """tokens int32 [rows, length]: all, by row. alone: see `in_chunks`."""
+        """tokens int32 [rows, length]: all, by row. alone: line by line, see `in_chunks`."""
         self._spans, self._tokens, self._logits_of, self._alone = spans, tokens, logits_of, alone
         self._found: list[Details] = []
 
@@ -157,6 +169,7 @@ def prompt_logprobs(
     alone: bool = False,
 ) -> Details:
     """Gives the log-probabilities of the prompt tokens `following` [p] of the request at this place, given the hidden states [p,
-    hidden] before each. alone: see `in_chunks`."""
-    packed = logprobs.in_chunks(hidden, following.long(), width, logits_of, alone=alone)
+    hidden] before each. alone: line by line, see `in_chunks`."""
+    each = [width] * len(hidden) if alone else []
+    packed = logprobs.in_chunks(hidden, following.long(), width, logits_of, alone=each)
     return Details(packed, [Part(place, 0, len(hidden), width)])

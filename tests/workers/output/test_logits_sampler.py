@@ -19,7 +19,7 @@ from meshlm.workers.graphs import keys as graphs
 from meshlm.workers.output import logits_sampler, logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
-from meshlm.workers.output.logprobs import Details, prompt_logprobs
+from meshlm.workers.output.logprobs import Details, in_chunks, prompt_logprobs, unpack
 from meshlm.workers.output.sampler import SampleRows, apply_mask, sample
 from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
 from meshlm.workers.rows.device_rows import DeviceRows
@@ -286,3 +286,22 @@ def test_rows_that_no_token_can_be_chosen_for(monkeypatch: pytest.MonkeyPatch) -
     assert min(found[2], found[4], found[6]) >= 0
     assert case.rows.tokens[[0, 1, 3, 5], 10].tolist() == [0] * 4
     assert sorted(place for one in details for place in one.columns()) == [0, 1, 3, 4, 6]
+
+
+def test_lines_that_are_packed_as_if_each_were_alone() -> None:
+    """What each gets does not depend on what others ask for: of equal logits, too, of which there are many."""
+    hidden = torch.randn(70, 8, generator=torch.Generator().manual_seed(0))
+    head = torch.randn(8, 1000, generator=torch.Generator().manual_seed(1))
+    ids, widths = torch.arange(70), [nth % 7 for nth in range(70)]
+
+    def logits_of(states: Tensor) -> Tensor:
+        return (states @ head).round()
+
+    plain, alone = (in_chunks(hidden, ids, 6, logits_of, alone=each) for each in ((), widths))
+    for nth, width in enumerate(widths):
+        mine, theirs = (unpack(packed[nth : nth + 1].numpy(), width) for packed in (alone, plain))
+        assert mine.ranks == theirs.ranks
+        for ours, others in ((mine.logprobs, theirs.logprobs), (mine.top_logprobs, theirs.top_logprobs)):
+            assert np.allclose(np.frombuffer(ours, np.float32), np.frombuffer(others, np.float32))
+        by_itself = in_chunks(hidden[nth : nth + 1], ids[nth : nth + 1], width, logits_of, alone=[width])
+        assert mine.top_ids == unpack(by_itself.numpy(), width).top_ids
