@@ -31,8 +31,10 @@ import shapes
 from harness import KeptStream, Mesh
 from moved_kv import agents_tok_s, blocks, first_tokens_s, prompt, stream
 
+from meshlm.runtime.process import host_memory
+
 POOL = 61_440  # tokens of the device's KV cache: 7.5 GiB
-STORE = ("--kv-offloading-size", "56")
+STORE_GIB = 56.0  # at most; else four fifths of what the host has left
 STREAMS, BATCH = 32, 8192
 Report = dict[str, Any]
 
@@ -168,7 +170,7 @@ JOBS: dict[str, tuple[Job, float]] = {  # with the seconds that each may take
 
 def of_mesh(given: argparse.Namespace, flags: list[str], jobs: list[str], keep: Callable[[Report], None]) -> None:
     """All of these jobs in one mesh; `keep` gets what is known after each."""
-    found: Report = {}
+    found: Report = {"flags": flags}
     with Mesh([*given.flags, *flags]) as mesh:
         found["ready_s"] = round(mesh.ready_s, 1)
         for name in jobs:
@@ -281,7 +283,7 @@ WITHOUT = ["agents", "evicted", "alone", "beside_known", "beside_evicted", "besi
 WITH = ["agents", "evicted", "evicted_long", "alone", "beside_known", "beside_evicted", "beside_new"]
 PARTS: dict[str, list[tuple[str, list[str], list[str]]]] = {  # meshes: a name, flags, jobs
     "without": [("without", [], WITHOUT)],
-    "with": [("with", [*STORE], WITH)],
+    "with": [("with", [], WITH)],
     "roles": [
         ("mixed", ["-dp", "2"], ["bursts"]),
         ("apart", ["-dp", "2", "--dp-roles", "prefill:1,decode:1"], ["bursts"]),
@@ -308,6 +310,8 @@ def measure(given: argparse.Namespace, rest: list[str]) -> None:
                 continue
             for name, flags, jobs in PARTS[part]:
                 pool = [] if part == "roles" else blocks(POOL)
+                if part == "with":
+                    pool += ["--kv-offloading-size", f"{min(STORE_GIB, 0.8 * host_memory.available() / 2**30):.1f}"]
                 try:
                     of_mesh(given, [*pool, *flags], jobs, partial(keep, name))
                 except (Exception, SystemExit) as error:  # as above
