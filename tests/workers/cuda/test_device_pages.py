@@ -145,7 +145,7 @@ def made_for(case: str, folder: Path, **settings: Any) -> ModelEngine:
     if name:
         transformers_model(name, folder)
         own = {**own, "load_format": "auto"}
-    return engine(folder, kv_offloading_size=0.01, **{**own, **settings})
+    return engine(folder, kv_offloading_size=0.01, cudagraph_capture="start", **{**own, **settings})
 
 
 def columns_of(made: ModelEngine) -> Sequence[torch.Tensor]:
@@ -191,20 +191,22 @@ def test_logits_are_those_without_moving(case: str, mode: str, tmp_path: Path) -
 
 
 def test_pages_move_beside_steps_and_while_graphs_are_captured(tmp_path: Path) -> None:
-    """Pages that no row has are copied back and forth all the while; the rows' tokens and the pages' bytes stay what they are."""
-    made = made_for("full", tmp_path, cudagraph_mode="FULL_AND_PIECEWISE")
-    assert made.pages is not None
-    first, count = made.pages.num_pages - 400, 200
+    """Pages that no row has are copied back and forth all the while; the rows' logits and the pages' bytes stay what they are."""
+    made = engine(tmp_path, kv_offloading_size=0.01, cudagraph_mode="FULL_AND_PIECEWISE")
+    pages = made.pages
+    assert isinstance(pages, DevicePages)
+    first, count = pages.num_pages - 400, 200
     for column in columns_of(made):
         column[first:].random_()
     before = pages_at(columns_of(made), range(first, first + count))
-    store, over = Store(made.pages.page_bytes, count), threading.Event()
+    store, over, num_copies = Store(pages.page_bytes, count), threading.Event(), [0]
 
-    def decodes() -> list[torch.Tensor]:
+    def decodes(*, captures: bool = False) -> list[torch.Tensor]:
         driver = Driver(made, prompts_of([100, 40, 7]), GREEDY)
         found = [driver.step({0: 100, 1: 40, 2: 7})]
         for _ in range(12):
-            made.idle()  # captures a graph, if one is wanted
+            if captures:
+                made.idle()
             found.append(driver.step({0: 1, 1: 1, 2: 1}))
         made.reset()
         return found
@@ -216,13 +218,18 @@ def test_pages_move_beside_steps_and_while_graphs_are_captured(tmp_path: Path) -
                 move(made_mover, store.memory, range(here, here + count), range(count), is_load=False)
                 move(made_mover, store.memory, range(there, there + count), range(count))
                 here, there = there, here
+                num_copies[0] += 1
 
-    pages = made.pages
     thread = threading.Thread(target=copies)
     thread.start()
-    found = decodes()
-    over.set()
-    thread.join()
+    try:
+        while not made.graphs.complete:
+            decodes(captures=True)
+        found = decodes()
+    finally:
+        over.set()
+        thread.join()
+    assert num_copies[0] > 1
     for begin in (first, first + count):
         assert (pages_at(columns_of(made), range(begin, begin + count)) == before).all()
     assert all(torch.equal(*pair) for pair in zip(found, decodes(), strict=True))
@@ -230,18 +237,18 @@ def test_pages_move_beside_steps_and_while_graphs_are_captured(tmp_path: Path) -
 
 def test_pages_move_after_a_sleep(tmp_path: Path) -> None:
     """Which gives the tensors other memory."""
-    made = made_for("full", tmp_path, enable_sleep_mode=True)
+    made = made_for("full", tmp_path)
     assert made.pages is not None
-    store = Store(made.pages.page_bytes, NUM_PAGES)
+    store, some = Store(made.pages.page_bytes, NUM_PAGES), range(500, 500 + NUM_PAGES)
     store.lines[:] = np.random.default_rng(0).integers(0, 256, store.lines.shape, np.uint8)
     with moving(made.pages) as made_mover:
-        move(made_mover, store.memory, range(NUM_PAGES), range(NUM_PAGES))
+        move(made_mover, store.memory, some, range(NUM_PAGES))
         made.be_without((KV_CACHE,))
         others = torch.zeros(1 << 28, dtype=torch.uint8, device="cuda")
         made.be_without(())
-        assert not pages_at(columns_of(made), range(NUM_PAGES)).any()
-        move(made_mover, store.memory, range(NUM_PAGES), range(NUM_PAGES))
-    assert (pages_at(columns_of(made), range(NUM_PAGES)) == store.lines).all()
+        assert not pages_at(columns_of(made), some).any()
+        move(made_mover, store.memory, some, range(NUM_PAGES))
+    assert (pages_at(columns_of(made), some) == store.lines).all()
     assert not others.any()
 
 
