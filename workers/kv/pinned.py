@@ -15,7 +15,7 @@ from meshlm.protocol.edges.kv import PageMemory
 from meshlm.workers.cuda import driver
 from meshlm.workers.kv.pages import HostColumns, HostMemory
 
-STRETCH = 64 << 20
+STRETCH = 16 << 20
 _log = structlog.get_logger()
 
 
@@ -32,8 +32,8 @@ class PinnedMemory:
 
     def __init__(self, file: mmap.mmap) -> None:
         self._memory = HostMemory(file)
-        whole = np.frombuffer(file, np.uint8)
-        self._begin, self._end = whole.ctypes.data, whole.ctypes.data + len(whole)
+        self._bytes = np.frombuffer(file, np.uint8)
+        self._begin = self._bytes.ctypes.data
         self._stretches: dict[int, bool] = {}  # whether it is pinned
         self._refused = False
 
@@ -56,9 +56,12 @@ class PinnedMemory:
         return known
 
     def _pin(self, nth: int) -> bool:
-        begin = self._begin + nth * STRETCH
+        stretch = self._bytes[nth * STRETCH :][:STRETCH]
+        stretch[
+            :: mmap.PAGESIZE
+        ].max()  # has the kernel give the memory, for which the driver would make other threads' calls wait
         try:
-            driver.register(begin, min(STRETCH, self._end - begin))
+            driver.register(stretch.ctypes.data, len(stretch))
         except driver.DriverError as error:
             self._refused = True
             _log.warning("the host's memory for KV pages is not pinned: copies take longer", reason=str(error))
