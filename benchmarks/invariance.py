@@ -7,10 +7,13 @@ differ, and by how much at most. tiles: times of products of few rows with other
 steps of whole models with dummy weights, with and without it. Without a word: ops and speed.
 """
 
+import gc
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from meshlm.kernels.batch_invariant import attention as invariant
 from meshlm.kernels.batch_invariant import gemm
 from meshlm.kernels.batch_invariant.op import TILES
 from meshlm.kernels.measure import microseconds
+from meshlm.kernels.precompile import precompiled
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine import make
@@ -40,6 +44,7 @@ from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.layers.invariant_ops import InvariantOps
 from meshlm.workers.layers.ops import Ops
 from meshlm.workers.layers.triton_ops import TritonOps
+from meshlm.workers.partial_sum import PartialSum
 
 GPU, DTYPE = torch.device("cuda"), torch.bfloat16
 ROWS = [
@@ -108,7 +113,7 @@ def of_rows(ops: Ops) -> Iterator[dict[str, Any]]:
         both = torch.randn(2048, 2 * size, device=GPU, dtype=DTYPE)
 
         def added(rows: Tensor, weight: Tensor = weight, size: int = size) -> Tensor:
-            return ops.add_rms_norm(rows[:, :size].contiguous(), rows[:, size:].contiguous(), weight, 1e-6)
+            return ops.add_rms_norm(rows[:, :size].contiguous(), rows[:, size:].clone(), weight, 1e-6)
 
         yield {"op": f"add_rms_norm {size}", **variance(added, both)}
         for act in ("silu", "gelu_pytorch_tanh"):
@@ -187,33 +192,65 @@ def of_ops(models: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def of_tile(name: str, x: Tensor, weights: list[Tensor]) -> dict[str, Any]:
-    """One product of the same rows with several weights of one shape, one after the other."""
-    times: dict[gemm.Tile, float] = {}
-    differ, ops, expected = [], TritonOps(), gemm.gemm(x, weights[0])
-    outputs, inputs = weights[0].shape
+    """One product of the same rows with several weights of one shape, one after the other; by tile and shares of the inputs."""
+    ops, gate, (lines, inputs) = TritonOps(), name.endswith("gate_up"), weights[0].shape
+    usual, expected = gemm.splits_of(lines, inputs), gemm.gemm(x, weights[0], gate=gate)
+    ways = [
+        (tile, splits)
+        for tile in TILES
+        for splits in (1, 2, 4, 8)
+        if inputs // splits >= 256 and 60 <= splits * lines // tile.block_n <= 1200
+    ]
 
-    def timed(product: Callable[[Tensor], object]) -> float:
-        return round(microseconds(lambda: [product(w) for w in weights], 7) / len(weights), 1)
+    def run(tile: gemm.Tile, splits: int, w: Tensor) -> Tensor:
+        return gemm.gemm(x, w, gate=gate, tile=tile, splits=splits)
 
-    for tile in TILES:
-        try:
-            if not torch.equal(gemm.gemm(x, weights[0], tile=tile), expected):
-                differ.append(tile)
-            times[tile] = timed(lambda w, tile=tile: gemm.gemm(x, w, tile=tile))  # type: ignore[misc]
-        except Exception as error:  # no room for it
-            print("left out:", tile, str(error).splitlines()[0][:80], flush=True)
-    best = sorted((us, tuple(tile)) for tile, us in times.items())
-    plain = timed(lambda w: ops.row_parallel_linear(x, w, None, outputs, None))
-    floor = round(2 * outputs * inputs / engine_step.BYTES_A_SECOND * 1e6, 1)
+    with precompiled():
+        for way in ways:
+            run(*way, weights[0])
+
+    def timed(way: Callable[[Tensor], object]) -> float:
+        return round(microseconds(lambda: [way(w) for w in weights], 5) / len(weights), 1)
+
+    def default(w: Tensor) -> object:
+        if not gate:
+            return ops.row_parallel_linear(x, w, None, lines, None)
+        return ops.norm_linear(PartialSum(x, residual=x.clone()), (norm, 1e-6), w, None, lines, gate="silu")
+
+    norm = torch.ones(inputs, device=GPU, dtype=DTYPE)
+    differ = [way for way in ways if way[1] == usual and not torch.equal(run(*way, weights[0]), expected)]
+    best = sorted((timed(partial(run, *way)), way[1], tuple(way[0])) for way in ways)
+    floor = round(2 * lines * inputs / engine_step.BYTES_A_SECOND * 1e6, 1)
     return {
-        "product": name, "default_us": plain, "own_us": timed(lambda w: gemm.gemm(x, w)), "floor_us": floor,
-        "best": best[:5], "bits_differ": differ,
+        "product": name, "default_us": timed(default), "own_us": timed(lambda w: gemm.gemm(x, w, gate=gate)), "floor_us": floor,
+        "best": best[:6], "best_of_own_splits": [each for each in best if each[1] == usual][:4], "bits_differ": differ,
     }  # fmt: skip
+
+
+def of_attention_tiles(heads: tuple[int, int, int], n: int, context: int) -> dict[str, Any]:
+    """Decodes of one layer: microseconds by stages and programs of a context, beside the usual kernel."""
+    num, kv_heads, dim = heads
+    step = PagedStep.random([(context - 1, 1)] * n, heads, 16, DTYPE, GPU)
+    workspace, out = invariant.Workspace(GPU), torch.empty_like(step.query)
+    times = {}
+    for stages, programs in product((3, 5, 7), (None, 1, 2, 4)):
+        run = partial(
+            invariant.attention, *step[:4], 0.1, out, workspace, longest=4096, decodes=True, stages=stages, programs=programs
+        )  # fmt: skip
+        times[f"{stages} stages, {programs} programs"] = round(microseconds(run, 5), 1)
+    splits, block_n, warps, stages = attention_tiles.decode_tiles(n * kv_heads, 4096, GPU, num // kv_heads, dim)
+    room = decode_workspace(n, num, kv_heads, dim, splits, GPU)
+    usual = partial(decode, *step[:4], 0.1, out, room, splits, block_n=block_n, warps=warps, stages=stages)
+    times["default"] = round(microseconds(usual, 5), 1)
+    floor = round(n * context * 4 * kv_heads * dim / engine_step.BYTES_A_SECOND * 1e6, 1)
+    return {"attention": heads, "n": n, "context": context, "floor_us": floor, "us": times}
 
 
 def of_tiles(models: Sequence[str]) -> Iterator[dict[str, Any]]:
     """64 rows with each tile, the fastest first, beside what a server without the mode does; weights come from memory."""
     for model in models:
+        for n, context in ((64, 1100), (1, 1100), (16, 1100), (64, 3900), (256, 1100)):
+            yield of_attention_tiles(HEADS[model], n, context)
         for name, (outputs, inputs) in WEIGHTS[model].items():
             copies = max(1, min(8, (256 << 20) // (2 * outputs * inputs)))
             weights = [torch.randn(outputs, inputs, device=GPU, dtype=DTYPE) / inputs**0.5 for _ in range(copies)]
@@ -243,6 +280,7 @@ def of_speed(models: Sequence[str], batches: Sequence[int], context: int, *, ker
                 engine = made(model, Path(folder), mode=mode)
                 found[mode] = [engine_step.measure(engine, batch, context, 100, kernels) for batch in batches]
             del engine
+            gc.collect()
             torch.cuda.empty_cache()
         for plain, exact in zip(found[False], found[True], strict=True):
             batch = plain["batch"]

@@ -20,7 +20,7 @@ from meshlm.kernels.attention.kernel import Columns
 
 LINES = 64  # of a tile: the fewest that Hopper multiplies by wgmma
 KEYS, SPLIT = 64, 512
-WARPS, STAGES = 4, 3
+WARPS, STAGES = 4, 5
 WAVE = 2  # programs that a multiprocessor runs at once
 MOST_FLOATS = 1 << 24  # of the workspace for contexts that several programs share
 LARGEST_DIM = 128
@@ -165,12 +165,13 @@ def programs_of(tiles: int, kv_heads: int, splits: int, floats: int, device: tor
 
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, out: Tensor, workspace: Workspace, *,
-    longest: int, decodes: bool = False, window: int = 0, programs: int | None = None,
+    longest: int, decodes: bool = False, window: int = 0, programs: int | None = None, stages: int = STAGES,
 ) -> None:  # fmt: skip
     """query, out [t, heads, d] of the requests of the columns; keys, values [blocks, page, kv_heads, d], with those of this step.
 
     longest: tokens of a context at the most, whatever the step. decodes: each request has at most one token. window: the last keys that
-    a query sees; 0: all. programs: for tests, which hold that no bit depends on it."""
+    a query sees; 0: all. programs, stages: for tests and benches, which hold
+    that no bit depends on them."""
     tokens, heads, dim = query.shape
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
@@ -186,6 +187,6 @@ def attention(
         at.n, scale * 1.4426950408889634, window,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, LINES=LINES, KEYS=KEYS,
         BLOCK_D=triton.next_power_of_2(dim), SPLIT=SPLIT, SLOTS=splits if programs > 1 else 0, DECODES=decodes,
-        WINDOW=window > 0, SEARCH=256, STAGES=STAGES, enable_fp_fusion=False, num_warps=WARPS, num_stages=STAGES,
+        WINDOW=window > 0, SEARCH=256, STAGES=stages, enable_fp_fusion=False, num_warps=WARPS, num_stages=stages,
         **pdl.options(query),
     )  # fmt: skip

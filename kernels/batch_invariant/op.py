@@ -28,7 +28,10 @@ DECODES: list[Case] = [
 ]  # requests, tokens, those before
 PROMPTS: list[Case] = [(1, 512), (1, 2048), (1, 8192)]
 TILES = [
-    Tile(64, block_n, block_k, 4, stages) for block_n in (64, 128) for block_k in (64, 128) for stages in (3, 4, 5)
+    Tile(64, block_n, block_k, 4, stages)
+    for block_n in (64, 128, 256)
+    for block_k, stages in ((64, 4), (64, 6), (128, 3), (128, 4))
+    if (64 + block_n) * block_k * 2 * stages <= 200 << 10
 ]
 
 

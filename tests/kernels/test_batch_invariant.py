@@ -5,13 +5,14 @@ On a GPU to the last bit; Triton's interpreter multiplies by a library whose las
 
 import pytest
 import torch
-from device import DEVICE, MARKS, ON_GPU
+from device import DEVICE, MARKS, ON_GPU, near
 
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.attention.requests import PagedStep, some_columns
 from meshlm.kernels.batch_invariant import attention as invariant
 from meshlm.kernels.batch_invariant import gemm
 from meshlm.kernels.batch_invariant.gemm import FEW_ROWS, Tile, splits_of
+from meshlm.kernels.silu_mul.reference import silu_mul
 
 pytestmark = MARKS
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
@@ -38,6 +39,18 @@ def test_a_row_is_the_same_alone_and_beside_others(outputs: int, inputs: int) ->
         into = torch.empty(rows, outputs, device=DEVICE, dtype=DTYPE)
         assert gemm.gemm(beside, w, out=into) is into
         assert same(into[-1:], gemm.gemm(x[:1], w)), rows
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
+def test_gated(outputs: int, inputs: int) -> None:
+    """Gate and up projection with the gate, as the unfused operations round."""
+    torch.manual_seed(0)
+    x = torch.randn(300, inputs, device=DEVICE, dtype=DTYPE)
+    w = torch.randn(2 * outputs, inputs, device=DEVICE, dtype=DTYPE) / inputs**0.5
+    alone = gemm.gemm(x[:1], w, gate=True)
+    near(alone, silu_mul((x[:1].float() @ w.float().t()).to(DTYPE)), DTYPE, 2.0)
+    for rows in (2, 64, FEW_ROWS, FEW_ROWS + 1, 300):
+        assert same(gemm.gemm(x[:rows].roll(rows - 1, 0), w, gate=True)[-1:], alone), rows
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)

@@ -14,7 +14,8 @@ from meshlm.kernels.norm import kernel as norms
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.kernels.silu_mul.kernel import act_mul
 from meshlm.workers.batch import LayerCache, StepInputs
-from meshlm.workers.layers.ops import AttentionShape, Composed
+from meshlm.workers.layers.ops import AttentionShape, Composed, NormWeight
+from meshlm.workers.partial_sum import PartialSum
 
 ACT_BLOCK = 1024  # columns of a program of the gate
 
@@ -33,6 +34,14 @@ class InvariantOps(Composed):
 
     def linear_into(self, x: Tensor, packed: Tensor, out: Tensor) -> Tensor:
         return gemm(x, packed, out=out)
+
+    def norm_linear(
+        self, x: PartialSum, norm: NormWeight, packed: Tensor, bias: Tensor | None, outputs: int, *, gate: str = ""
+    ) -> tuple[Tensor, Tensor]:
+        if gate == "silu" and bias is None:
+            y, residual = self.norm(x, norm)
+            return gemm(y, packed, gate=True), residual
+        return super().norm_linear(x, norm, packed, bias, outputs, gate=gate)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps, options=pdl.options(x))

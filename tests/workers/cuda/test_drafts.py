@@ -61,10 +61,11 @@ def drafts(made: ModelEngine) -> DeviceVerification:
     return made.verification
 
 
-@pytest.fixture(scope="module", params=["FULL", "NONE"])
+@pytest.fixture(scope="module", params=["FULL", "NONE", "FULL deterministic"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
     folder = tmp_path_factory.mktemp("model")
-    made = engine(folder, cudagraph_mode=request.param, speculative_config=json.dumps(NGRAM))
+    mode, exact = request.param.split()[0], "deterministic" in request.param
+    made = engine(folder, deterministic=exact, cudagraph_mode=mode, speculative_config=json.dumps(NGRAM))
     while made.idle():
         pass
     return made
@@ -78,7 +79,8 @@ def common(ours: list[int], theirs: list[int]) -> int:
 
 @pytest.mark.parametrize("kinds", [("greedy", "seeded", "penalties"), ("bias", "allowed", "logprobs")])
 def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, kinds: tuple[str, ...]) -> None:
-    """Rounding differs with the size of a step, so a near tie may fall the other way: then the rest differs."""
+    """Rounding differs with the size of a step, so a near tie may fall the other way: then the rest differs. Not so with
+    --deterministic."""
     params = [KINDS[kind] for kind in kinds]
     verification = drafts(made)
     scripted = Scripted(made.rows)
@@ -103,7 +105,8 @@ def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, kinds: tuple
                 assert len(text.logprobs) in (0, len(text.tokens))
     finally:
         verification._drafter = usual
-    assert same >= 0.8 * total, f"{same} of {total} tokens"
+    least = 1.0 if made.config.worker.deterministic else 0.8
+    assert same >= least * total, f"{same} of {total} tokens"
     if "allowed" not in kinds:  # whose row drafts nothing
         assert total > 1.5 * 3 * steps, "drafts are kept"
 

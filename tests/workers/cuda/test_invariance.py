@@ -12,13 +12,10 @@ from msgspec.structs import replace
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-import tokenizers
-from engine_driver import Driver
+from engine_driver import Driver, engine
 
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.supervisor.settings import flags, resolve
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.make import make_engine
 
 pytestmark = pytest.mark.gpu
 COMMON: dict[str, Any] = {
@@ -56,14 +53,11 @@ def made(
     name, mode = request.param
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(MODELS[name]))
-    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
-    values: dict[str, object] = {
-        "model": str(folder), "device": "cuda", "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 1024,
-        "max_num_seqs": ROWS, "kv_cache_memory": 4 << 30, "cudagraph_mode": mode,
-    }  # fmt: skip
-    resolved = resolve.resolve(flags.build(values, None))
-    exact = replace(resolved, worker=replace(resolved.worker, deterministic=True))
-    yield name, mode, make_engine(exact, lambda *progress: None)
+    made = engine(
+        folder, deterministic=True, max_num_seqs=ROWS, kv_cache_memory=4 << 30, cudagraph_mode=mode, max_model_len=1024
+    )
+    yield name, mode, made
+    del made
     torch.cuda.empty_cache()
 
 
