@@ -68,6 +68,11 @@ class Mappings:
             if not is_there:
                 self._close((path, writes))
 
+    def close(self) -> None:
+        """Give up all: what a GPU knows of memory has to go before the memory does."""
+        for key in list(self._mapped):
+            self._close(key)
+
     def _close(self, key: tuple[str, bool]) -> None:
         if (mapped := self._mapped.pop(key, None)) is not None:
             mapped.opened.close()

@@ -73,6 +73,7 @@ class Mover:
                 with self._copying:
                     copied = self._do(copy)
                 copy.done(copied)
+            self._mappings.close()
         except BaseException as error:  # without this thread no page moves, and loads wait until their limits
             self._fatal(f"the mover died: {type(error).__name__}: {error}".splitlines()[0])
 

@@ -23,6 +23,7 @@ import exporting_process
 from engine_driver import Driver, engine, prompts_of
 from near_transformers import DEEPSEEK, transformers_model
 from page_copies import Answers, copy_of
+from waiting import until
 
 from meshlm.protocol.edges.kv import PageMemory, Segment
 from meshlm.protocol.sampling import SamplingParams
@@ -53,8 +54,11 @@ class Store:
 @contextlib.contextmanager
 def moving(pages: KVPages) -> Iterator[Mover]:
     made = Mover(pages, pytest.fail)
-    yield made
-    made.close()
+    try:
+        yield made
+    finally:  # what it has pinned must not stay when the memory is gone
+        made.close()
+        until(lambda: not len(made._mappings), limit_s=10)
 
 
 def move(
@@ -287,10 +291,7 @@ def test_pages_of_another_process_are_read(
             assert (pages_at(columns, here) == wanted).all()
             process.send_signal(signal.SIGKILL)
             process.wait()
-            limit = time.monotonic() + 30
-            while len(made._mappings):
-                assert time.monotonic() < limit
-                time.sleep(0.02)
+            until(lambda: not len(made._mappings), limit_s=10)
             answers = Answers()
             made.submit(copy_of(memory, here, there, done=answers))
             assert answers.get().message == f"{memory.path}: {os.strerror(2)}"

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from page_copies import Answers, copied, copy_of
+from waiting import until
 
 from meshlm.protocol.edges.kv import PageMemory, Segment
 from meshlm.workers.cuda import driver
@@ -93,10 +94,11 @@ def test_pages_go_and_come(where: str, in_a_row: bool, registered: Pinned) -> No
     elsewhere = dice.permutation(NUM_PAGES)
     moving.submit(copy_of(memory, elsewhere.tolist(), lines, after=pages.mark(), done=answers))
     assert answers.get()[::2] == (NUM_PAGES, "")
-    moving.close()
     assert (torch.cat(own, 1).numpy()[elsewhere] == before).all()
     assert len(set(registered)) == len(registered) > 1
     assert sum(num_bytes for _, num_bytes in registered) <= len(shared.array)
+    moving.close()
+    until(lambda: not registered)  # or the GPU would know memory that is not there any more
 
 
 def test_what_is_pinned_is_let_go_with_the_process_that_had_it(
