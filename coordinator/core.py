@@ -5,7 +5,11 @@
 
 import sys
 from collections.abc import Iterable
+from functools import partial
 
+from msgspec.structs import replace
+
+from meshlm.coordinator import replies
 from meshlm.coordinator.frontends import Frontends
 from meshlm.coordinator.held import Held, hold
 from meshlm.coordinator.joint import JointGroup
@@ -14,15 +18,17 @@ from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.resting import Resting
 from meshlm.coordinator.routing import Choice, Policy, Router
+from meshlm.coordinator.weights import Weights
 from meshlm.protocol.config.kv_transfer import counts_of
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import Admit, EngineRequest, Load, Refused
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Pause, Resume
+from meshlm.protocol.operations import OfCoordinator, Operation, OperationDone, Pause, Resume
 from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.protocol.wire.ids import HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
+from meshlm.protocol.weights import WeightsVersion
+from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 Event = Received | PeerLost | Tick
@@ -45,6 +51,7 @@ class Coordinator:
         lockstep: JointGroup | None = None,
         sleep_mode: bool = False,
         num_prefill_ranks: int = 0,
+        weights: WeightsVersion | None = None,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
@@ -56,10 +63,11 @@ class Coordinator:
         self.moving = Moves(self.router)
         self.sleeping: dict[Identity, Sleeping] = {}  # the ranks' workers, also while their schedulers are not there
         self.sleep_mode = sleep_mode
-        self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, first_rank)
+        self.weights = Weights(weights or WeightsVersion(), partial(self._ask, COORDINATOR))
+        self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, self.weights, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
-        self.resting = None if lockstep is None else Resting(lockstep, self._ask)
+        self.resting = None if lockstep is None else Resting(lockstep, self._ask_ranks)
         self._seen_changes = 0
         self._decides_pause = False  # an operator has asked this incarnation: what ranks say of pauses is older
 
@@ -68,6 +76,16 @@ class Coordinator:
         return self.router.ranks
 
     def handle(self, event: Event, now: float) -> list[Send]:
+        before = self.weights.current
+        effects = self._handle(event, now)
+        while self.weights.is_asking and (mine := [send for send in effects if send.to == COORDINATOR]):
+            effects = [send for send in effects if send.to != COORDINATOR]
+            for send in mine:
+                assert isinstance(send.message, OperationDone)
+                effects += self.weights.done(send.message, now)
+        return effects if self.weights.current.is_same(before) else [*effects, *self._other_weights()]
+
+    def _handle(self, event: Event, now: float) -> list[Send]:
         match event:
             case Received():
                 effects = self._received(event, now)
@@ -79,7 +97,8 @@ class Coordinator:
                     *self.moving.rebalance(now),
                     *self._drained(),
                     *self.operations.expire(self.ranks, self.num_ranks, now),
-                    *self._pause_newcomers(),
+                    *(replies.late_pauses(self.ranks.values()) if self.frontends.paused else ()),
+                    *self.weights.catch_up(self.ranks, now),
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self.frontends.tick(),
                 ]
@@ -115,8 +134,8 @@ class Coordinator:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
                 return self.lockstep.reported(event.sender, report) if here else []
-            case Operation(action=action) as operation if self.resting is not None and self.resting.takes(action):
-                return self.resting.wait(event.sender, operation, now)
+            case Operation(action=action) as operation if isinstance(action, OfCoordinator):
+                return self.weights.asked(event.sender, operation, now)
             case Operation() as operation:
                 return self._ask(event.sender, operation, now)
             case OperationDone() as done:
@@ -135,6 +154,11 @@ class Coordinator:
             self.router.set_roles(counts_of(text)["prefill"])
 
     def _ask(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
+        if self.resting is not None and self.resting.takes(operation.action):
+            return self.resting.wait(asker, operation, now)
+        return self._ask_ranks(asker, operation, now)
+
+    def _ask_ranks(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
         return self._asking(self.operations.ask(asker, operation, self.ranks, self.num_ranks, now))
 
     def _asking(self, sends: list[Send]) -> list[Send]:
@@ -143,6 +167,14 @@ class Coordinator:
             if isinstance(send.message, Operation) and isinstance(send.message.action, Pause | Resume):
                 self.frontends.paused, self._decides_pause = isinstance(send.message.action, Pause), True
         return sends
+
+    def _other_weights(self) -> list[Send]:
+        """The mesh is to have other weights: no rank serves that does not have them, and what they have computed is of no use."""
+        for rank in self.ranks.values():
+            if rank.load is not None:
+                load = self.weights.judged(rank.load)
+                self.router.load(rank, replace(load, ended=(), started=(), returned=()))
+        return self.frontends.serving_change()
 
     # --- membership ---
 
@@ -314,23 +346,18 @@ class Coordinator:
         if load.serving or load.sleeping.tags:  # else its workers have not said it yet
             self.sleeping[sender] = load.sleeping
         if first and self.frontends.paused and not load.paused:
-            effects.append(_pause(rank))  # before the first request that it gets
-        self.router.load(rank, load)
+            effects.append(replies.pause(rank))  # before the first request that it gets
+        self.router.load(rank, self.weights.judged(load))
+        effects += self.weights.catch_up({sender: rank}, now)
         rank.graphs = rank.graphs if load.graphs is None else load.graphs
         rank.counts = rank.counts if load.counts is None else load.counts
-        self.moving.loaded(rank, could, now)
+        if rank.serving or not self.weights.changes:  # else it is about to
+            self.moving.loaded(rank, could, now)
         if rank.retiring:
             lost = could and not rank.serving  # what ran there can be given back now
             effects += [Send(sender, edge.GiveBack((), everything=True))] if first or lost else self._drained()
         effects += self.frontends.serving_change() if rank.serving is not self.frontends.serving else []
         return effects + self.frontends.answered(sender, load.answers)
-
-    def _pause_newcomers(self) -> list[Send]:
-        """Schedulers that began while the mesh was paused do not know it."""
-        if not self.frontends.paused:
-            return []
-        late = [rank for rank in self.ranks.values() if rank.load is not None and not rank.load.paused]
-        return [_pause(one) for one in late]
 
     def _returned(self, rank: Rank, returned: Iterable[edge.Returned], now: float) -> list[Send]:
         """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
@@ -347,7 +374,7 @@ class Coordinator:
             member = self.members.get(one.detokenizer)
             if member is not None and member.incarnation == one.incarnation:
                 found.setdefault((one.detokenizer, one.handed_off), []).append(one)
-        return [Send(identity, _readmit(back)) for (identity, _), back in found.items()]
+        return replies.readmits(found)
 
     def _release(self) -> list[Send]:
         """Other ranks serve than before: requests that may go there are sent, in the order of arrival."""
@@ -380,15 +407,3 @@ class Coordinator:
             assert request_id in self.ranks[identity].requests, "an owned request that its rank does not have"
         for held in self.held.values():
             assert self._choose(held.admit) is None, "held although a rank serves"
-
-
-def _pause(rank: Rank) -> Send:
-    """The operation by which a rank that begins in a paused mesh is paused."""
-    return Send(rank.identity, Operation(OperationId(f"pause-{rank.incarnation}"), Pause()))
-
-
-def _readmit(returned: list[edge.Returned]) -> edge.Readmit:
-    """The message that has their detokenizer admit these requests again."""
-    num_crashes = tuple(one.num_crashes for one in returned)
-    handles = tuple(one.handle for one in returned)
-    return edge.Readmit(handles, num_crashes if any(num_crashes) else (), handed_off=returned[0].handed_off)

@@ -11,6 +11,7 @@ from msgspec import Struct
 from meshlm.coordinator.held import Held
 from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Router
+from meshlm.coordinator.weights import Weights
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import ReportLoad
@@ -20,7 +21,7 @@ from meshlm.runtime.process.events import Send
 
 
 class Frontends:
-    """`members`, `router`, `held` and `sleeping` are the core's; they are only read. `serving` is what frontends know."""
+    """`members`, `router`, `held`, `sleeping` and `weights` are the core's; they are only read. `serving` is what frontends know."""
 
     def __init__(
         self,
@@ -28,10 +29,11 @@ class Frontends:
         router: Router,
         held: Mapping[RequestId, Held],
         sleeping: Mapping[Identity, Sleeping],
+        weights: Weights,
         first_rank: int,
     ) -> None:
         self._members, self._router, self._held, self._first_rank = members, router, held, first_rank
-        self._sleeping = sleeping
+        self._sleeping, self._weights = sleeping, weights
         self._last_question = 0
         self._questions: dict[Identity, tuple[int, set[Identity]]] = {}  # by frontend: its number, silent ranks
         self.gate = QueueGate()
@@ -90,8 +92,10 @@ class Frontends:
         """Says what is missing before requests can be served; "" when nothing is."""
         if self.asleep:
             return "the workers sleep (POST /wake_up)"
-        if not any(rank.serving for rank in self._router.ranks.values()):
-            return "no scheduler with ready workers"
+        ranks = self._router.ranks.values()
+        if not any(rank.serving for rank in ranks):
+            behind = next((rank.load.behind for rank in ranks if rank.load is not None and rank.load.behind), "")
+            return f"other weights than the mesh is to have: {behind}" if behind else "no scheduler with ready workers"
         if not any(m.ready for m in self._members.values() if m.identity.role is Role.DETOKENIZER):
             return "no detokenizer"
         return ""
@@ -125,7 +129,9 @@ class Frontends:
         reason = self._reason()
         blocked = next(iter(self._blocked.values()), "")
         counts = tuple(CountsOf(process, one) for process, one in self._counts.items())
-        return control.MeshStats(reason == "", reason, ranks, len(self._held), asked, blocked, self.paused, counts)
+        now, doing = self._weights.current, self._weights.updating
+        figures = reason == "", reason, ranks, len(self._held), asked, blocked, self.paused, counts
+        return control.MeshStats(*figures, weights=now, updating=doing)
 
     # --- the queue ---
 

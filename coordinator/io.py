@@ -3,15 +3,18 @@
 import asyncio
 import sys
 import time
+from pathlib import Path
 
 from msgspec import Struct
 
 from meshlm.coordinator.core import Coordinator, Event
 from meshlm.coordinator.joint import JointGroup
 from meshlm.protocol.edges.admit import Admit, Assign
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
+from meshlm.runtime.model_files import manifest
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.events import PeerLost, Received, Tick
 from meshlm.runtime.process.process import App
@@ -24,13 +27,15 @@ class CoordinatorApp(App):
     """The coordinator as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
     _mesh: Mesh  # from start() on, as the core
+    _weights: WeightsVersion  # as the file of the run directory has it
 
     def __init__(self) -> None:
         self._core: Coordinator | None = None
         self._ticks = 0
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
-        self._mesh, config = mesh, mesh.config
+        self._mesh, config, run_dir = mesh, mesh.config, Path(mesh.config.run.run_dir)
+        self._weights = manifest.read(run_dir) or config.require_resolved().weights
         self._core = Coordinator(
             config.scheduler.max_waiting,
             config.parallel.data_parallel_size,
@@ -41,6 +46,7 @@ class CoordinatorApp(App):
             JointGroup(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
             config.worker.enable_sleep_mode,
             config.kv_transfer.num_prefill_ranks,
+            self._weights,
         )
         self._tick()
         return {}
@@ -52,7 +58,11 @@ class CoordinatorApp(App):
 
     def _do(self, event: Event) -> None:
         assert self._core is not None
-        for effect in self._core.handle(event, asyncio.get_running_loop().time()):
+        effects = self._core.handle(event, asyncio.get_running_loop().time())
+        if self._core.weights.current != self._weights:  # before any rank is told: whoever dies comes back with it
+            self._weights = self._core.weights.current
+            manifest.write(Path(self._mesh.config.run.run_dir), self._weights)
+        for effect in effects:
             self._send(effect.to, effect.message)
 
     def _send(self, to: Identity, message: Struct) -> None:

@@ -14,7 +14,9 @@ from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime.process.events import Send
 
 HOLD_S = 20.0  # a scheduler is back in a few; less than the asker's own patience (runtime/mesh/operations.py)
-REPEATABLE = edge.Pause | edge.Resume | edge.ResetPrefixCache | edge.Sleep | edge.WakeUp
+REPEATABLE = (
+    edge.Pause | edge.Resume | edge.ResetPrefixCache | edge.Sleep | edge.WakeUp | edge.CheckWeights | edge.UseWeights
+)
 
 
 class _Held(Struct, frozen=True):

@@ -10,11 +10,13 @@ from meshlm.coordinator.joint import JointGroup
 from meshlm.protocol.operations import (
     Action,
     CallWorkers,
+    CheckWeights,
     Operation,
     OperationDone,
     Pause,
     Sleep,
     Stop,
+    UseWeights,
     WakeUp,
     limit_s,
 )
@@ -34,7 +36,7 @@ class Resting:
         what runs come to its end needs their steps."""
         if self._waiting:
             return True
-        return isinstance(action, Stop | Sleep | WakeUp | CallWorkers) or (
+        return isinstance(action, Stop | Sleep | WakeUp | CallWorkers | CheckWeights | UseWeights) or (
             isinstance(action, Pause) and not action.wait
         )
 

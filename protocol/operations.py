@@ -11,6 +11,8 @@ from typing import NewType
 
 from msgspec import Struct
 
+from meshlm.protocol.weights import WeightsVersion
+
 OperationId = NewType("OperationId", str)  # unique in the mesh
 
 
@@ -63,6 +65,57 @@ class CallWorkers(Struct, frozen=True, tag="call_workers", omit_defaults=True):
     limit_s: float = 1800.0
 
 
+class BeginUpdate(Struct, frozen=True, tag="begin_update"):
+    """A trainer is about to update the weights, step by step: others may not until it has finished. The coordinator's alone, like
+    the next four."""
+
+
+class StageWeights(Struct, frozen=True, tag="stage_weights"):
+    """All workers find out whether they can have the weights of this folder. Nothing changes yet. Between BeginUpdate and its end."""
+
+    source: str
+
+
+class FinishUpdate(Struct, frozen=True, tag="finish_update", omit_defaults=True):
+    """All workers take what was staged, under this name. keep_kv: requests that run go on with the KV of the old weights; else it is
+    computed anew. drop: nothing is taken, the trainer's turn is over."""
+
+    name: str = ""
+    keep_kv: bool = False
+    drop: bool = False
+
+
+class UpdateWeights(Struct, frozen=True, tag="update_weights", omit_defaults=True):
+    """All three at once. source: empty: where the weights were read before, whose files may be others now."""
+
+    source: str = ""
+    name: str = ""
+    keep_kv: bool = False
+
+
+class NameWeights(Struct, frozen=True, tag="name_weights"):
+    """The weights stay, and are called so from now on."""
+
+    name: str
+
+
+class CheckWeights(Struct, frozen=True, tag="check_weights"):
+    """Workers find out whether they can have the weights of `source`, and answer with the digest of its files."""
+
+    source: str
+
+
+class UseWeights(Struct, frozen=True, tag="use_weights", omit_defaults=True):
+    """Workers have these weights from the beginning of the next session on. It is answered when all have."""
+
+    version: WeightsVersion
+    keep_kv: bool = False  # as in FinishUpdate
+
+
+class SumWeights(Struct, frozen=True, tag="sum_weights"):
+    """Each worker adds up all bytes of its weights."""
+
+
 class AbortRunning(Struct, frozen=True, tag="abort_running"):
     """Requests end with FinishReason.ABORT: those that clients know by these names, or all."""
 
@@ -73,16 +126,31 @@ class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
+OfCoordinator = BeginUpdate | StageWeights | FinishUpdate | UpdateWeights | NameWeights
 Action = (
-    Profile | ResetPrefixCache | RebalanceExperts | Pause | Resume | Sleep | WakeUp | CallWorkers | AbortRunning | Stop
+    Profile
+    | ResetPrefixCache
+    | RebalanceExperts
+    | Pause
+    | Resume
+    | Sleep
+    | WakeUp
+    | CallWorkers
+    | AbortRunning
+    | Stop
+    | OfCoordinator
+    | CheckWeights
+    | UseWeights
+    | SumWeights
 )
+LONG = Sleep | WakeUp | StageWeights | FinishUpdate | UpdateWeights | CheckWeights | UseWeights  # a model is read
 
 
 def limit_s(action: Action) -> float:
     """The seconds that ranks may take for it: to write a long trace takes a while, to load a large model a longer one."""
     if isinstance(action, CallWorkers):
         return action.limit_s
-    return 1800.0 if isinstance(action, Sleep | WakeUp) else 120.0
+    return 1800.0 if isinstance(action, LONG) else 120.0
 
 
 class Operation(Struct, frozen=True, tag="operation"):
@@ -97,7 +165,8 @@ class OperationDone(Struct, frozen=True, tag="operation_done", omit_defaults=Tru
     error: str = ""
     paths: tuple[str, ...] = ()
     count: int = 0  # requests that it ended
-    results: tuple[bytes, ...] = ()  # JSON, of each worker that called a method
+    results: tuple[bytes, ...] = ()  # JSON, of each worker that called a method, checked or summed weights
+    weights: WeightsVersion | None = None  # that a worker has since a method changed them; None: as before
 
 
 def combine(operation_id: OperationId, answers: Collection[OperationDone]) -> OperationDone:
@@ -105,4 +174,5 @@ def combine(operation_id: OperationId, answers: Collection[OperationDone]) -> Op
     error = next((answer.error for answer in answers if answer.error), "")
     paths = () if error else tuple(path for one in answers for path in one.paths)
     results = () if error else tuple(result for one in answers for result in one.results)
-    return OperationDone(operation_id, error, paths, sum(answer.count for answer in answers), results)
+    changed = max((one.weights for one in answers if one.weights is not None), key=lambda one: one.number, default=None)
+    return OperationDone(operation_id, error, paths, sum(answer.count for answer in answers), results, changed)

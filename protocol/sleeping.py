@@ -23,8 +23,8 @@ AWAKE = Sleeping()
 
 
 def after(state: Sleeping, action: Sleep | WakeUp) -> Sleeping:
-    """What is asked for. Who sleeps at level 2 has no weights for level 1."""
+    """What is asked for. Who sleeps at level 2 has no weights for level 1; once weights are there again it is level 1 that is left."""
     if isinstance(action, Sleep):
         return Sleeping(TAGS, max(state.level, action.level))
     left = tuple(tag for tag in state.tags if action.tags and tag not in action.tags)
-    return Sleeping(left, state.level) if left else AWAKE
+    return Sleeping(left, state.level if WEIGHTS in left else 1) if left else AWAKE

@@ -31,9 +31,10 @@ from meshlm.protocol.operations import (
     Resume,
     Sleep,
     Stop,
+    UseWeights,
     WakeUp,
 )
-from meshlm.protocol.sleeping import AWAKE, after
+from meshlm.protocol.sleeping import AWAKE
 from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, RequestId, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
@@ -51,6 +52,7 @@ from meshlm.scheduler_proc.request_table import RequestTable
 from meshlm.scheduler_proc.results import Results
 from meshlm.scheduler_proc.states import Planning, Session
 from meshlm.scheduler_proc.suspects import Suspects
+from meshlm.scheduler_proc.wishes import Wish, Wishes
 from meshlm.scheduler_proc.workers import Workers
 
 AT_ONCE = (Stop, Pause, Resume, AbortRunning)  # operations that need no worker that is ready
@@ -68,6 +70,7 @@ class Scheduler:
         self.results = Results(self.table)
         self.suspects = Suspects(self.table, limits.max_crashes)
         self.operations = Operations(self.workers.all)
+        self.wishes = Wishes(self.workers, self.operations)
         self.lockstep = Lockstep(limits.async_depth + 1, limits.num_workers) if limits.lockstep else None
         self.inflight: deque[Inflight] = deque()
         self.num_steps = 0
@@ -104,7 +107,8 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Send]:
         self.batching.now_ns = now_ns = int(now * 1e9)
-        output = Output(now_ns, self.limits.dp_rank)
+        weights = self.workers.weights
+        output = Output(now_ns, self.limits.dp_rank, "" if weights is None else weights.label)
         effects, timings = list[Send](), tuple[int, ...]()
         match event:
             case Received(message=StepResult() as result):
@@ -120,6 +124,7 @@ class Scheduler:
                 self.load.tell_all()
                 if self.lockstep is not None:
                     self.lockstep.tell_again()
+                effects = self._anew(now) if self.wishes.retries(now) else []
         if self.serving:
             effects += self.table.preparations.messages(self.session)
         if self.transfers is not None:
@@ -133,6 +138,8 @@ class Scheduler:
         steps_along = lockstep is not None and self.serving and self._rank.rests
         is_full = len(self.inflight) >= self.batching.budget.depth(self._depth)
         if is_full or not (self._rank.plans or steps_along) or (lockstep is not None and not lockstep.may_step()):
+            return []
+        if self.operations.pending and self.operations.holds_steps:
             return []
         goes_on = bool(self.batching.running)
         step = StepId(self._next_step)
@@ -159,6 +166,7 @@ class Scheduler:
         if self.lockstep is not None:
             effects = self.lockstep.report(has_work=self.batching.may_work)
             serving = self.lockstep.serves(serving, self.batching.now_ns)
+        self.load.weights = self.workers.weights, self.workers.behind
         load = self.load.load(self.batching, serving, self.num_steps)
         return effects if load is None else [*effects, Send(COORDINATOR, load)]
 
@@ -204,21 +212,18 @@ class Scheduler:
             case WorkerReady() as ready:
                 return self._worker_ready(event.sender, ready, output)
             case WorkerAsleep() as asleep:
-                return self._worker_asleep(event.sender, asleep)
+                return self._worker_asleep(event.sender, asleep, output.now_ns / 1e9)
             case LastPlan() as last_plan:
                 return self.workers.compare_last_plan(event.sender, last_plan)
             case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
                 self._lose_workers()
                 return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
-            case Operation(action=Sleep() | WakeUp() as action) as operation:
-                return self._sleep_or_wake(operation, action, output.now_ns / 1e9)
+            case Operation(action=Sleep() | WakeUp() | UseWeights() as wish) as operation:
+                return self._wish(operation, wish, output.now_ns / 1e9)
             case Operation() as operation:
-                self.operations.add(operation)
-                if self.workers.asleep and not isinstance(operation.action, AT_ONCE):
-                    return self.operations.answer(operation, "the workers sleep (POST /wake_up)")
-                return self._operate(operation, output) if self.serving or isinstance(operation.action, AT_ONCE) else []
+                return self._asked(operation, output)
             case OperationDone() as done:
-                return self.operations.answered(event.sender, done)
+                return self._done(event.sender, done, output.now_ns / 1e9)
             case WorkerStats() as stats:
                 self.load.worker(stats.graphs, event.incarnation)
             case ExtraReady() as ready if ready.session == self.session:
@@ -281,24 +286,34 @@ class Scheduler:
         if self.transfers is not None:
             self.transfers.end()
 
-    def _sleep_or_wake(self, operation: Operation, action: Sleep | WakeUp, now: float) -> list[Send]:
-        """Workers do it at the beginning of a session of its own, when no step is in flight. An earlier wish is void."""
-        if operation.id in self.operations.pending:  # asked again, since the coordinator lost sight of this process
-            return []
-        told = [
-            send
-            for one in self.operations.pending_sleeps()
-            for send in self.operations.answer(one, "another call to sleep or to wake up followed")
-        ]
-        self.operations.add(operation)
-        wanted = after(self.workers.sleeping or AWAKE, action)
-        if self._rank.session in (Session.SERVING, Session.ASLEEP) and wanted == self.workers.sleeping:
-            return [*told, *self.operations.answer(operation)]
+    def _anew(self, now: float) -> list[Send]:
+        """A session with the same workers, for other wishes or another try."""
         self._lose_workers()
-        self.workers.sleeping = wanted
-        return [*told, *self._begun(self.workers.begin(now))]
+        self.wishes.rekey(self.requests.values())
+        return self._begun(self.workers.begin(now))
 
-    def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep) -> list[Send]:
+    def _wish(self, operation: Operation, wish: Wish, now: float) -> list[Send]:
+        told, begins = self.wishes.take(operation, wish)
+        self.load.tell_all()
+        return [*told, *self._anew(now)] if begins else told
+
+    def _asked(self, operation: Operation, output: Output) -> list[Send]:
+        """An operation that workers do between two steps, or this process alone."""
+        self.operations.add(operation)
+        if self.serving or isinstance(operation.action, AT_ONCE) or self.wishes.may_do(operation):
+            return self._operate(operation, output)
+        return self.operations.answer(operation, "the workers sleep (POST /wake_up)") if self.workers.asleep else []
+
+    def _done(self, worker: Identity, done: OperationDone, now: float) -> list[Send]:
+        """A worker's answer. Where a method has changed the weights, all that was computed is of others."""
+        sends = self.operations.answered(worker, done)
+        changed = next((send.message.weights for send in sends if isinstance(send.message, OperationDone)), None)
+        if changed is None:
+            return sends
+        self.wishes.changed_by_call(changed)
+        return [*sends, *self._anew(now)]
+
+    def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep, now: float) -> list[Send]:
         self.workers.sleeps(sender, asleep)
         if self._rank.session is not Session.ASLEEP:
             return []
@@ -307,12 +322,17 @@ class Scheduler:
             self.lockstep.lost()
         self.load.sleeping = asleep.sleeping
         self.load.tell_all()
-        return [send for one in self.operations.pending_sleeps() for send in self.operations.answer(one)]
+        return self.wishes.settled(now)
 
     def _worker_ready(self, sender: Identity, ready: WorkerReady, output: Output) -> list[Send]:
         facts = self.workers.ready(sender, ready)
+        if self._rank.session is Session.BEHIND:
+            self.load.tell_all()
+            now = output.now_ns / 1e9
+            return self.wishes.settled(now) if self.workers.have_been_asked else self._anew(now)
         if not facts:
             return []
+        self.wishes.rekey(self.requests.values())
         if self.lockstep is not None:
             self.lockstep.prepared()
         self.workers.sleeping = self.load.sleeping = AWAKE
@@ -337,8 +357,6 @@ class Scheduler:
             case ResetPrefixCache(preempt=preempt):
                 if not self.batching.reset_prefix_cache(preempt=preempt):
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
-            case CallWorkers(method="reload_weights"):  # what runs is computed anew
-                self.batching.reset_prefix_cache(preempt=True)
             case CallWorkers():  # the weights may be others from now on
                 self.batching.kv.reset_prefix_cache(self.batching.running)
             case Pause() | AbortRunning() as action:
@@ -351,7 +369,7 @@ class Scheduler:
             case Resume():
                 self._rank.move_planning(Planning.RUNNING)
                 return self.operations.answer(operation)
-            case Sleep() | WakeUp():  # the workers have answered
+            case Sleep() | WakeUp() | UseWeights():  # the workers have answered
                 return self.operations.answer(operation)
             case Stop():
                 self._rank.move_planning(Planning.STOPPED)
@@ -382,19 +400,4 @@ class Scheduler:
         self.batching.check()
         if self.transfers is not None:
             self.transfers.check()
-        queued = [*self.batching.running, *self.batching.waiting]
-        assert {id(r) for r in queued} == {id(r) for r in self.requests.values()}, "the queues are not all requests"
-        assert len(self.inflight) <= self._depth + 1
-        live = sum(len(r.tokens) - r.num_given for r in self.requests.values())
-        assert self.load.live_tokens == live
-        owed: dict[int, int] = {}
-        for record in self.inflight:
-            samples = record.samples or b"\x01" * len(record.batch)
-            num_drafts = record.num_drafts or [0] * len(record.batch)
-            for request, sampled, drafted in zip(record.batch, samples, num_drafts, strict=True):
-                owed[id(request)] = owed.get(id(request), 0) + sampled + drafted
-        for request in self.requests.values():
-            assert request.num_output_placeholders == owed.get(id(request), 0), (
-                "tokens in flight differ from what was sent"
-            )
-            assert len(request.tokens) + request.num_output_placeholders <= request.max_len, "more tokens than allowed"
+        self.table.check(self.inflight, self._depth + 1)

@@ -8,6 +8,7 @@ import msgspec
 from meshlm.protocol.edges.admit import EngineRequest, Load, Returned, Started
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.sleeping import AWAKE
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
 from meshlm.scheduler_proc.states import RankState
@@ -27,6 +28,7 @@ class LoadReporter:
         self.graphs: GraphCounts | None = None  # its worker's, that the coordinator does not know
         self.answers = 0  # the number of the coordinator's newest ReportLoad
         self.sleeping = AWAKE
+        self.weights: tuple[WeightsVersion | None, str] = (None, "")  # of its workers, and why they have no others
         self._graphs: GraphCounts | None = None  # the last ones
         self._last: Load | None = None
         self._tells_counts = True
@@ -95,6 +97,8 @@ class LoadReporter:
             kv_cache_tokens=batching.most_tokens,
             kv_cache_requests=batching.most_requests,
             num_hand_offs=self.num_hand_offs,
+            weights=self.weights[0],
+            behind=self.weights[1],
             counts=batching.counts.told() if self._tells_counts else None,
         )
         self._tells_counts = False

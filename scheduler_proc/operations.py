@@ -4,7 +4,7 @@ Each goes to all workers between the same two plans. When the workers' session e
 again at the beginning of the next session: those that have done it answer at once.
 """
 
-from meshlm.protocol.operations import Operation, OperationDone, OperationId, Sleep, WakeUp, combine
+from meshlm.protocol.operations import CallWorkers, Operation, OperationDone, OperationId, combine
 from meshlm.protocol.wire.ids import COORDINATOR, Identity
 from meshlm.runtime.process.events import Send
 
@@ -30,9 +30,10 @@ class Operations:
         """It is done here, or cannot be; no worker is asked."""
         return self._over(OperationDone(operation.id, error, count=count))
 
-    def pending_sleeps(self) -> list[Operation]:
-        """Those for which workers are about to sleep or to wake up."""
-        return [one for one in self.pending.values() if isinstance(one.action, Sleep | WakeUp)]
+    @property
+    def holds_steps(self) -> bool:
+        """Whether no step may follow before the workers have answered: a method that they call may change their weights."""
+        return any(isinstance(self.pending[one].action, CallWorkers) for one in self._answers)
 
     def answered(self, worker: Identity, done: OperationDone) -> list[Send]:
         """A worker's answer; one that nobody waits for is dropped."""

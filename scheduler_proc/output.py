@@ -12,8 +12,8 @@ from meshlm.scheduler_proc.request import Request
 class Outbox:
     """Rows for one detokenizer, in batch order."""
 
-    def __init__(self, now_ns: int, dp_rank: int) -> None:
-        self.now_ns, self.dp_rank = now_ns, dp_rank
+    def __init__(self, now_ns: int, dp_rank: int, weights: str = "") -> None:
+        self.now_ns, self.dp_rank, self.weights = now_ns, dp_rank, weights
         self.handles: list[int] = []
         self.starts: list[int] = []
         self.tokens: list[int] = []
@@ -47,7 +47,7 @@ class Outbox:
         """Adds what comes with a request's first token only."""
         queued_ns, prefill_ns = request.started_ns - request.arrived_ns, self.now_ns - request.started_ns
         queued_us, prefill_us = max(0, queued_ns // 1000), max(0, prefill_ns // 1000)
-        self.first_tokens[row] = First(request.num_cached, queued_us, prefill_us, self.dp_rank)
+        self.first_tokens[row] = First(request.num_cached, queued_us, prefill_us, self.dp_rank, weights=self.weights)
         request.num_cached = -2
         if request.prompt_logprobs:
             columns = self.prompt_logprobs[row] = concatenate(request.prompt_logprobs)
@@ -82,15 +82,16 @@ class Outbox:
 
 
 class Output:
-    def __init__(self, now_ns: int, dp_rank: int) -> None:
-        self.now_ns, self.dp_rank = now_ns, dp_rank
+    def __init__(self, now_ns: int, dp_rank: int, weights: str = "") -> None:
+        """weights: the label of the version that computes."""
+        self.now_ns, self.dp_rank, self.weights = now_ns, dp_rank, weights
         self.boxes: dict[Identity, Outbox] = {}
         self._full: list[tuple[Identity, Outbox]] = []
 
     def outbox_of(self, detokenizer: Identity) -> Outbox:
         box = self.boxes.get(detokenizer)
         if box is None:
-            box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank)
+            box = self.boxes[detokenizer] = Outbox(self.now_ns, self.dp_rank, self.weights)
         return box
 
     def open_box(self, detokenizer: Identity) -> Outbox:

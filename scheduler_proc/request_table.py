@@ -18,6 +18,7 @@ from meshlm.scheduler_proc.extras import unfit
 from meshlm.scheduler_proc.limits import Limits
 from meshlm.scheduler_proc.load_reporter import LoadReporter
 from meshlm.scheduler_proc.output import Output
+from meshlm.scheduler_proc.plan import Inflight
 from meshlm.scheduler_proc.preparations import Preparations
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.states import RequestState
@@ -53,6 +54,8 @@ class RequestTable:
             work, self.detokenizers.one_object(assign.detokenizer), assign.incarnation, self._limits.max_model_len
         )
         request.arrived_ns = output.now_ns
+        if self._workers.weights is not None and self._workers.weights.key:
+            request.extra_keys = request.extra_keys._replace(weights=self._workers.weights.key)
         request.holder, request.hands_off = assign.holder, assign.hands_off
         self.by_id[work.request_id] = request
         self.preparations.add(request)
@@ -198,6 +201,24 @@ class RequestTable:
             if request.work.handle == attach.handle:
                 known = request.output_from(attach.from_index)
                 output.outbox_of(request.detokenizer).row(attach.handle, attach.from_index, known)
+
+    def check(self, inflight: Collection[Inflight], most: int) -> None:
+        """AssertionError where the requests contradict the queues or the steps in flight, `most` of which there may be."""
+        queued = [*self.batching.running, *self.batching.waiting]
+        assert {id(r) for r in queued} == {id(r) for r in self.by_id.values()}, "the queues are not all requests"
+        assert len(inflight) <= most
+        assert self.load.live_tokens == sum(len(r.tokens) - r.num_given for r in self.by_id.values())
+        owed: dict[int, int] = {}
+        for record in inflight:
+            samples = record.samples or b"\x01" * len(record.batch)
+            num_drafts = record.num_drafts or [0] * len(record.batch)
+            for request, sampled, drafted in zip(record.batch, samples, num_drafts, strict=True):
+                owed[id(request)] = owed.get(id(request), 0) + sampled + drafted
+        for request in self.by_id.values():
+            assert request.num_output_placeholders == owed.get(id(request), 0), (
+                "tokens in flight differ from what was sent"
+            )
+            assert len(request.tokens) + request.num_output_placeholders <= request.max_len, "more tokens than allowed"
 
 
 def _constraint(work: EngineRequest) -> str:

@@ -6,7 +6,10 @@ The session begins in GATHERING: a worker cannot be reached yet, or the coordina
 incarnation of this scheduler were left (--enable-sleep-mode). Once all can be reached they are sent a Reset, and the session is
 PREPARING: nobody may be sent a plan before all have answered. When the last one says that it can step, the rank is SERVING. When all
 have answered and some are without memory, as an operator wants it, the rank is ASLEEP: they can only be woken up, which is a
-new session. A new session begins too when a step failed, when the ranks of a group get other members, and when a worker returns.
+new session. When all can step and some have other weights than the mesh, which cannot be read any more, the rank is BEHIND: it is sent
+no plan, tries again now and then, and can be given other weights.
+
+A new session begins too when a step failed, when the ranks of a group get other members, and when a worker returns.
 Whenever a worker is lost, and when workers turn out to have been sent different plans, the session is GATHERING again. With a session
 its plans end, and all that its workers held: the running requests are preempted, and what is on its way is for nobody.
 
@@ -34,6 +37,7 @@ class Session(Enum):
     PREPARING = "its workers prepare"
     SERVING = "serving"
     ASLEEP = "its workers sleep"
+    BEHIND = "its workers have other weights"
 
 
 class Planning(Enum):
@@ -65,9 +69,10 @@ class Wait(Enum):
 State = Session | Planning | RequestState
 TRANSITIONS: dict[State, tuple[State, ...]] = {
     Session.GATHERING: (Session.GATHERING, Session.PREPARING),
-    Session.PREPARING: (Session.GATHERING, Session.PREPARING, Session.SERVING, Session.ASLEEP),
+    Session.PREPARING: (Session.GATHERING, Session.PREPARING, Session.SERVING, Session.ASLEEP, Session.BEHIND),
     Session.SERVING: (Session.GATHERING, Session.PREPARING),
     Session.ASLEEP: (Session.GATHERING, Session.PREPARING),
+    Session.BEHIND: (Session.GATHERING, Session.PREPARING),
     Planning.RUNNING: (Planning.RUNNING, Planning.DRAINING, Planning.PAUSED, Planning.STOPPED),
     Planning.DRAINING: (Planning.RUNNING, Planning.DRAINING, Planning.PAUSED, Planning.STOPPED),
     Planning.PAUSED: (Planning.RUNNING, Planning.DRAINING, Planning.PAUSED, Planning.STOPPED),

@@ -9,6 +9,7 @@ collective; when an earlier scheduler died between sending a plan to one and to 
 from meshlm.protocol.edges.step import LastPlan, Reset, ResetGroup, WorkerAsleep, WorkerReady
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.sleeping import Sleeping
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process.events import Send
 from meshlm.scheduler_proc.limits import Limits
@@ -16,8 +17,8 @@ from meshlm.scheduler_proc.states import RankState, Session
 
 
 class Workers:
-    """`session` is the one that they were last asked to begin; `sleeping` the memory that they are to be without, None while this
-    scheduler has not heard it from them."""
+    """`session` is the one that they were last asked to begin; `sleeping` the memory that they are to be without, and `weights` those
+    that they are to have, None while this scheduler has not heard it from them. `behind`: why they do not have them."""
 
     def __init__(self, limits: Limits) -> None:
         first = limits.first_worker
@@ -25,9 +26,12 @@ class Workers:
         self.rank = RankState()
         self.session = 0
         self.sleeping: Sleeping | None = None
+        self.weights: WeightsVersion | None = None
+        self.behind = ""
+        self.have_been_asked = False  # for these weights, in this session
         self._is_welcome = not limits.sleep_mode  # what became of the workers before is known, as far as it is at all
         self._ready: dict[Identity, WorkerReady] = {}
-        self._asleep: dict[Identity, Sleeping] = {}
+        self._asleep: dict[Identity, WorkerAsleep] = {}
         self._incarnations: dict[Identity, Incarnation] = {}  # of those that can be reached
         self._last_plans: dict[Identity, tuple[int, int]] = {}
 
@@ -52,7 +56,9 @@ class Workers:
             return []
         self.rank.move_session(Session.PREPARING)
         incarnations = tuple(self._incarnations[one] for one in self.all) if len(self.all) > 1 else ()
-        return [Send(one, Reset(self.session, incarnations, group, self.sleeping)) for one in self.all]
+        self.have_been_asked = self.weights is not None
+        reset = Reset(self.session, incarnations, group, self.sleeping, self.weights)
+        return [Send(one, reset) for one in self.all]
 
     def welcome(self, sleeping: Sleeping, now: float) -> list[Send]:
         """The coordinator says how the workers of an earlier incarnation of this scheduler were."""
@@ -100,10 +106,21 @@ class Workers:
     def sleeps(self, worker: Identity, asleep: WorkerAsleep) -> None:
         """A worker sleeps. A scheduler that begins learns here that all are to."""
         if asleep.session == self.session and self.rank.session is Session.PREPARING:
-            self._asleep[worker] = asleep.sleeping
+            self._asleep[worker] = asleep
             self.sleeping = self.sleeping or asleep.sleeping
             self._answered()
 
     def _answered(self) -> None:
-        if len(self._ready) + len(self._asleep) == len(self.all):
-            self.rank.move_session(Session.ASLEEP if self._asleep else Session.SERVING)
+        """Moves on once all have. Weights that nobody has asked for are the newest of those that the workers have."""
+        if len(self._ready) + len(self._asleep) < len(self.all):
+            return
+        if self._asleep:
+            self.behind = next((one.behind for one in self._asleep.values() if one.behind), "")
+            self.rank.move_session(Session.ASLEEP)
+            return
+        found = self._ready.values()
+        wanted = self.weights = self.weights or max((one.weights for one in found), key=lambda one: one.number)
+        others = [(worker, one) for worker, one in self._ready.items() if not one.weights.is_same(wanted)]
+        why = (f"{worker}: {one.behind or f'it has weights {one.weights.label}'}" for worker, one in others)
+        self.behind = next(why, "")
+        self.rank.move_session(Session.BEHIND if others else Session.SERVING)

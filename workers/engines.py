@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig, ServerConfig
 from meshlm.protocol.edges.step import WorkerReady
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.runtime import platforms, plugins
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.parsers import registry
@@ -59,12 +60,18 @@ def page_moves(
 
 
 def ready(
-    session: int, facts: EngineFacts, max_num_batched_tokens: int, kept: bytes, kept_hashes: bytes
+    session: int,
+    facts: EngineFacts,
+    max_num_batched_tokens: int,
+    kept: tuple[bytes, bytes],
+    weights: tuple[WeightsVersion, str],
 ) -> WorkerReady:
-    """The answer to a Reset, when all steps before it are launched."""
+    """The answer to a Reset, when all steps before it are launched. kept: blocks and their hashes. weights: those that it has, and why
+    no others."""
     return WorkerReady(
         session=session, num_blocks=facts.num_blocks, block_size=facts.block_size, max_num_seqs=facts.max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, vocab_size=facts.vocab_size, kept=kept, kept_hashes=kept_hashes,
+        max_num_batched_tokens=max_num_batched_tokens, vocab_size=facts.vocab_size, kept=kept[0], kept_hashes=kept[1],
         max_drafts=facts.max_drafts, max_draft_lines=facts.max_draft_lines, pool_kinds=facts.pool_kinds,
         pooled_bytes=facts.pooled_bytes, kv_specs=facts.kv_specs, attention_wave=facts.attention_wave,
+        weights=weights[0], behind=weights[1],
     )  # fmt: skip

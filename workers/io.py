@@ -10,6 +10,7 @@ import queue
 import sys
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -34,7 +35,7 @@ from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh import keys
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
-from meshlm.workers.distributed.lockstep import LockstepEngine, SocketExchange, StepAborted, StepExchange
+from meshlm.workers.distributed.lockstep import SocketExchange, StepAborted, StepExchange
 from meshlm.workers.distributed.membership import Membership
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.distributed.tcp_exchange import TcpExchange
@@ -43,8 +44,10 @@ from meshlm.workers.engines import make_engine, page_moves, ready
 from meshlm.workers.extra_threads import ExtraThreads
 from meshlm.workers.kv.mirror import PrefixCacheMirror
 from meshlm.workers.operations import Extension, Operations, load_profiler
+from meshlm.workers.sessions import Sessions
 from meshlm.workers.sleep import WorkerSleep
 from meshlm.workers.step_timeline import StepTimeline
+from meshlm.workers.weights.versions import WorkerWeights
 from meshlm.workers.worker_states import WorkerState, WorkerStates
 
 if TYPE_CHECKING:
@@ -59,7 +62,8 @@ SWITCH_INTERVAL_S = 1e-4  # the stepper must not keep the loop waiting for its t
 
 class WorkerApp:
     def __init__(self) -> None:
-        self._mesh: Mesh  # from `start` on
+        self._mesh: Mesh  # from `start` on, as the next
+        self._weights: WorkerWeights
         self._engine: Engine | None = None
         self._plans: queue.SimpleQueue[tuple[StepPlan | Reset | Operation | MovePages, int] | None] = (
             queue.SimpleQueue()
@@ -85,7 +89,7 @@ class WorkerApp:
         self._moves: PageMoves | None = None  # made with the engine, where pages move
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
-        self._mesh = mesh
+        self._mesh, self._weights = mesh, WorkerWeights(mesh.config)
         self._shard = Shard.of_worker(mesh.config.parallel, mesh.identity.index)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
@@ -134,9 +138,12 @@ class WorkerApp:
             if sleeps and not self._sleep.until_awake(self._wishes, asleep):
                 return
             load_profiler(mesh.config.worker.profiler_dir)
-            engine = make_engine(mesh.config, mesh.identity.index, self._membership, report)
+            config = self._weights.to_begin_with(self._sleep.weights)
+            engine = make_engine(config, mesh.identity.index, self._membership, report)
             extension = Extension(mesh.config.worker.worker_extension_cls, engine, mesh.identity.index)
             self._moves = page_moves(mesh.config, mesh.identity.index, engine, (self._say, self._end))
+            if self._moves is not None:
+                self._moves.use_weights(self._weights.version)
         except BaseException as error:  # whoever waits for the engine raises it
             loop.call_soon_threadsafe(answer, error)
             return
@@ -151,8 +158,11 @@ class WorkerApp:
     def _step_for_ever(self, engine: Engine, extension: Extension | None) -> None:
         background, wait_s = True, BETWEEN_S
         on_call = (lambda _: None) if self._moves is None else self._moves.forget_weights
-        operations = Operations(self._mesh.config, self._mesh.identity, engine.rebalance, extension, on_call)
+        operations = Operations(self._mesh.config, self._mesh.identity, (engine, self._weights), extension, on_call)
         states = self._states
+        aborted = partial(self._mesh.call_soon_threadsafe, self._on_aborted)
+        end = lambda reason: self._end(f"{self._mesh.identity} {reason}")  # noqa: E731
+        sessions = Sessions(states, self._sleep, self._weights, aborted, end)
         states.move(WorkerState.IDLE)
         while True:
             try:
@@ -165,8 +175,7 @@ class WorkerApp:
                 return
             message, received_ns = item
             if isinstance(message, Reset):
-                if self._begin(engine, message):
-                    self._mesh.call_soon_threadsafe(self._answer, engine, message)
+                self._begin(engine, sessions, message)
                 background = states.state is WorkerState.IDLE  # no graph is captured in its sleep
                 continue
             if isinstance(message, MovePages):
@@ -196,35 +205,15 @@ class WorkerApp:
             self._step_timeline.launched(self._mesh.timeline, plan, begin_ns)
             self._pending.put((plan, pending))
 
-    def _begin(self, engine: Engine, reset: Reset) -> bool:
-        """Forget all rows, and meet the workers of other ranks if these step together. False: another Reset follows."""
-        exchange = self._exchanges.pop(reset.session, None)
+    def _begin(self, engine: Engine, sessions: Sessions, reset: Reset) -> None:
         if self._moves is not None:
             self._moves.wait()
-        engine.reset()
-        if reset.sleeping not in (None, self._sleep.current):
-            if isinstance(engine, LockstepEngine):
-                engine.join(None)  # nothing of what connects it to other ranks is held in its sleep
-            if not self._sleep.change(engine, reset.sleeping):
-                self._end(f"{self._mesh.identity} drops its weights to sleep; its successor waits without any")
-        if self._states.state is not WorkerState.IDLE:
-            if self._states.state is WorkerState.ASLEEP:  # else the successor of this process says so
-                self._sleep.tell(reset)
-            return False
-        return not isinstance(engine, LockstepEngine) or self._join(engine, exchange, reset.session)
-
-    def _join(self, engine: LockstepEngine, exchange: StepExchange | None, session: int) -> bool:
-        """Meet the other ranks. False: one of them is lost."""
-        self._states.move(WorkerState.MEETING)
-        try:
-            engine.join(exchange)
-        except StepAborted as error:
-            self._mesh.log.warning("the ranks that step together have not met", reason=str(error))
-            self._mesh.call_soon_threadsafe(self._on_aborted, session)
-            return False
-        finally:
-            self._states.move(WorkerState.IDLE)
-        return True
+        weights = self._weights.version
+        has_begun = sessions.begin(engine, reset, self._exchanges.pop(reset.session, None))
+        if self._moves is not None and not weights.holds_same(self._weights.version):
+            self._moves.use_weights(self._weights.version)
+        if has_begun:
+            self._mesh.call_soon_threadsafe(self._answer, engine, reset)
 
     def _failed(self, plan: StepPlan, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -363,7 +352,8 @@ class WorkerApp:
         facts = engine.facts
         resolved = self._mesh.config.require_resolved()
         kept, hashes = self._directory.columns()
-        answer = ready(reset.session, facts, resolved.max_num_batched_tokens, kept, hashes)
+        own = self._weights.version, self._weights.behind
+        answer = ready(reset.session, facts, resolved.max_num_batched_tokens, (kept, hashes), own)
         self._send(answer if self._moves is None else self._moves.described(answer))
 
     def _leave(self, reason: str) -> None:

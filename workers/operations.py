@@ -2,14 +2,14 @@
 
 Traces are torch's profiler's, as Chrome trace JSON (chrome://tracing, Perfetto): of the operations of the thread that starts it, and
 all of the GPU's. POST /collective_rpc calls methods of the worker extension (--worker-extension-cls), a class of the user's that is
-trusted as a plug-in is, and the two that read weights again (weights/reload.py).
+trusted as a plug-in is. Where one has changed the weights, the worker has another version of them from then on.
 """
 
 import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 import msgspec
 import structlog
@@ -19,11 +19,12 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
+from meshlm.workers.weights.versions import HasWeights, WeightsRefused, WorkerWeights
 
 _log = structlog.get_logger()
 LOST = (
-    "what it changes, weights too, is in the memory of these workers alone: one that is started anew after a death, a scaling or a "
-    "sleep of level 2 loads the model's files; the prefix cache is forgotten at each call"
+    "what it changes is in the memory of these workers alone; where it changes weights, a worker that is started anew after a death, a "
+    "scaling or a sleep of level 2 takes no requests until the weights are updated; the prefix cache is forgotten at each call"
 )
 NONE = "start the server with --worker-extension-cls to have methods that can be called"
 
@@ -68,11 +69,6 @@ class Extension:
 
     def call(self, operation_id: operations.OperationId, asked: operations.CallWorkers) -> operations.OperationDone:
         """Its result as JSON, what JSON has not as text; or what went wrong."""
-        if asked.method in ("verify_weights", "reload_weights"):
-            from meshlm.workers.weights import reload  # torch
-
-            error = reload.of_engine(self._engine, only_verify=asked.method == "verify_weights")
-            return operations.OperationDone(operation_id, error, results=() if error else (b"null",))
         if self._made is None:
             return operations.OperationDone(operation_id, NONE)
         kind = type(self._made).__name__
@@ -144,6 +140,12 @@ class Profiler:
 MAX_KNOWN = 64  # answers that are kept for who asks again
 
 
+class Operated(HasWeights, Protocol):
+    """The part of an engine that operations change."""
+
+    def rebalance(self) -> str: ...
+
+
 class Operations:
     """Each operation is done once in the life of the worker."""
 
@@ -151,23 +153,23 @@ class Operations:
         self,
         config: MeshConfig,
         identity: Identity,
-        rebalance: Callable[[], str],
+        worker: tuple[Operated, WorkerWeights],
         extension: Extension | None = None,
         on_call: Callable[[operations.OperationId], None] = lambda _: None,
     ) -> None:
-        """rebalance: see `Engine`. on_call: is told before a method of the user's is called, who may change anything."""
+        """on_call: is told before a method of the user's is called, who may change anything."""
         self._extension, self._on_call = extension, on_call
+        self._engine, self._weights = worker
         node = config.node
         # files of other nodes are told from the head's
         host = f"{node.host}:" if node is not None and node.index else ""
         self._profiler = Profiler(config.worker.profiler_dir, f"{identity.role.value}-{identity.index}", host)
-        self._rebalance = rebalance
         self._done: dict[operations.OperationId, operations.OperationDone] = {}
 
     def do(self, operation: operations.Operation) -> operations.OperationDone:
         """The answer, or the same again where it was done already."""
         done = self._done.get(operation.id)
-        if done is None:
+        if done is None or done.weights not in (None, self._weights.version):  # else it has lost what the call changed
             self._done[operation.id] = done = self._do(operation)
             if len(self._done) > MAX_KNOWN:
                 del self._done[next(iter(self._done))]
@@ -178,12 +180,14 @@ class Operations:
             case operations.Profile(start=start):
                 return self._profiler.handle(operation.id, start=start)
             case operations.RebalanceExperts():
-                return operations.OperationDone(operation.id, self._rebalance())
+                return operations.OperationDone(operation.id, self._engine.rebalance())
             case operations.CallWorkers() as asked:
-                self._on_call(operation.id)
-                if self._extension is None:
-                    return operations.OperationDone(operation.id, NONE)
-                return self._extension.call(operation.id, asked)
+                return self._call(operation.id, asked)
+            case operations.CheckWeights(source=source):
+                return self._check(operation.id, source)
+            case operations.SumWeights():
+                total = self._engine.sum_weights()
+                return operations.OperationDone(operation.id, results=(msgspec.json.encode(total),))
             case (
                 operations.Stop()
                 | operations.Pause()
@@ -191,9 +195,34 @@ class Operations:
                 | operations.Sleep()
                 | operations.WakeUp()
                 | operations.AbortRunning()
-            ):  # the scheduler alone has a part in it
+                | operations.BeginUpdate()
+                | operations.StageWeights()
+                | operations.FinishUpdate()
+                | operations.UpdateWeights()
+                | operations.NameWeights()
+                | operations.UseWeights()
+            ):  # others alone have a part in it
                 return operations.OperationDone(operation.id)
             case operations.ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember
                 return operations.OperationDone(operation.id)
             case _:
                 assert_never(operation.action)
+
+    def _call(self, operation_id: operations.OperationId, asked: operations.CallWorkers) -> operations.OperationDone:
+        """Weights that are others afterwards are another version, which nobody can read again."""
+        self._on_call(operation_id)
+        if self._extension is None:
+            return operations.OperationDone(operation_id, NONE)
+        before = self._engine.sum_weights()
+        done = self._extension.call(operation_id, asked)
+        if self._engine.sum_weights() == before:
+            return done
+        self._weights.version = version = self._weights.version.after_call(operation_id)
+        return msgspec.structs.replace(done, weights=version)
+
+    def _check(self, operation_id: operations.OperationId, source: str) -> operations.OperationDone:
+        try:
+            digest = self._weights.check(self._engine, source)
+        except WeightsRefused as error:
+            return operations.OperationDone(operation_id, str(error))
+        return operations.OperationDone(operation_id, results=(msgspec.json.encode(digest),))

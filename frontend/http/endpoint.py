@@ -35,6 +35,7 @@ SETTINGS = "/settings"
 _IDEMPOTENCY_KEY = retry.KEY.lower().encode()
 NAME = "meshlm.request_name"  # in the scope: a list of one, so that copies of the scope share it
 REQUEST_ID, ANTHROPIC_ID = b"x-request-id", b"request-id"
+WEIGHTS = b"x-meshlm-weights-version"
 LOAD_FORMAT, LOAD = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 Refused = Callable[[HttpError], None]  # hears of each request for an answer that got an error instead
 
@@ -182,7 +183,8 @@ class AnswerHeaders:
 
     An answer is named by its client's X-Request-Id, else by what the route calls it (`NAME` in the scope), else by a new name; so are
     refusals and the answers of routes that compute nothing. The load is ORCA's report, as vLLM gives it, of the mesh's `figures` as
-    they are known now, for the paths for which the mesh computes (`submits`); a request header names the form."""
+    they are known now, for the paths for which the mesh computes (`submits`); a request header names the form. Those answers also name
+    the version of the weights that the mesh has when they begin."""
 
     def __init__(self, app: ASGIApp, figures: Callable[[], MeshStats], submits: Collection[str]) -> None:
         self._app, self._figures, self._submits = app, figures, submits
@@ -202,6 +204,8 @@ class AnswerHeaders:
                 known = {key.lower() for key, _ in headers}
                 wanted = (REQUEST_ID, ANTHROPIC_ID) if is_anthropic(path) else (REQUEST_ID,)
                 headers += [(key, name[0].encode("latin-1", "replace")) for key in wanted if key not in known]
+                if path in self._submits and message["status"] < 400:
+                    headers.append((WEIGHTS, self._figures().weights.label.encode("latin-1", "replace")))
                 if form and path in self._submits and (report := load_report(form, self._figures())):
                     headers.append((LOAD, report.encode()))
             await send(message)

@@ -120,12 +120,16 @@ _PATHS_NOT_SERVED = {
     "LoRA adapters are not supported": "/v1/load_lora_adapter /v1/unload_lora_adapter",
     "only text is supported": "/reset_mm_cache /reset_encoder_cache",
     "not supported; GET /ready says whether requests are served": "/readyz",
-    "weights are read at the start alone": "/init_weight_transfer_engine /start_weight_update /start_draft_weight_update "
-    "/update_weights /finish_weight_update",
+    "a drafter's weights are those of its files; POST /start_weight_update is for the model's": "/start_draft_weight_update",
+    "weights come from a folder here (docs/rl.md): POST /update_weights_from_disk": "/init_communicator "
+    "/init_communicator/ /update_named_param /update_named_param/ /batch_update_named_params /batch_update_named_params/ "
+    "/close_communicator /close_communicator/ /init_weights_update_group /update_weights_from_distributed "
+    "/update_weights_from_tensor /update_weights_from_ipc /weights_checker",
     "the server was started without --enable-tokenizer-info-endpoint": "/tokenizer_info",
     "the server was started without --server-dev-mode": "/reset_prefix_cache /rebalance_experts /server_info /pause /resume "
     "/is_paused /sleep /wake_up /collective_rpc /is_sleeping /get_world_size /abort_requests /scale_elastic_ep "
-    "/is_scaling_elastic_ep",
+    "/is_scaling_elastic_ep /init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update "
+    "/update_weights_from_disk /update_weight_version /weight_info /weight_checker",
     "the server was started with --max-dashboards 0": "/dashboard /dashboard/events",
     "the server was started with --disable-fastapi-docs": "/docs /redoc /openapi.json",
 }

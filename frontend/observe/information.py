@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from meshlm.frontend.http.errors import field_error
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.json_files import read_json
 
@@ -26,8 +27,8 @@ NOT_THERE = tuple(f"{kind}_config" for kind in ("lora", "kv_transfer", "ec_trans
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 
-def server(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
-    """The configuration without its keys, the environment's MESHLM_ variables, and the versions."""
+def server(config: MeshConfig, query: Mapping[str, str], weights: WeightsVersion) -> dict[str, Any]:
+    """The configuration without its keys, the environment's MESHLM_ variables, and the versions, that of the weights too."""
     wanted = query.get("config_format", "text")
     if wanted not in ("text", "json"):
         raise field_error("config_format", "must be text or json")
@@ -54,6 +55,7 @@ def server(config: MeshConfig, query: Mapping[str, str]) -> dict[str, Any]:
         **found,
         "meshlm_env": {name: value for name, value in environment.items() if not _is_secret(name)},
         "system_env": versions,
+        "weight_version": weights.label,
     }
 
 

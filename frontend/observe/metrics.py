@@ -194,6 +194,10 @@ class Metrics:
         }
         asleep = "1 for the state that it is in: awake, weights_offloaded (level 1) or discard_all (level 2)."
         self._sleep = _shared("engine_sleep_state", asleep, *_ENGINE, "sleep_state")
+        version = (
+            "The number of the version of its weights: 0 at the start, higher with each update; -1: none of the mesh's."
+        )
+        self._weights = _shared("weights_version", version, *_ENGINE)
         self._roles = _shared("rank_role", "1 for the rank's role: prefill or decode (--dp-roles).", *_ENGINE, "role")
         held = "Requests that wait for a scheduler that serves."
         self._held = _shared("num_requests_held", held, "model_name").labels(model)
@@ -245,6 +249,7 @@ class Metrics:
         for gone in self._known - engines:  # its last figures stay in the shared files, so they must be right
             for gauge in self._gauges.values():
                 gauge.labels(self._model, gone).set(0)
+            self._weights.labels(self._model, gone).set(0)
             for state in _SLEEP_STATES:
                 self._sleep.labels(self._model, gone, state).set(0)
             for role in _ROLES if gone in self._has_role else ():
@@ -253,6 +258,7 @@ class Metrics:
         for rank in stats.ranks:
             engine = (self._model, str(rank.dp_rank))
             self._tell_cache(rank)
+            self._weights.labels(*engine).set(0 if rank.weights is None else rank.weights.number)
             for level, state in enumerate(_SLEEP_STATES):
                 self._sleep.labels(*engine, state).set(rank.sleeping.level == level)
             if rank.role:

@@ -13,6 +13,7 @@ from meshlm.protocol.edges.text import Accepted, PositionLogprobs, PromptLogprob
 from meshlm.protocol.logprobs import positions_of
 from meshlm.runtime.client.placement import Choice
 
+START = "0"  # WeightsVersion.label of the model's own files
 NO_ANSWER = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params", "ec_transfer_params", "metrics"))
 NO_CHAT = NO_ANSWER | dict.fromkeys(("prompt_logprobs", "prompt_token_ids", "prompt_text"))
 NO_MESSAGE = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
@@ -175,3 +176,15 @@ def _permission(name: str, created: int) -> dict[str, Any]:
         "group": None,
         "is_blocking": False,
     }
+
+
+def weights_of_tokens(choice: Choice) -> Json:
+    """From which output token on which version of the weights computed this choice; nothing while the mesh has those of its start."""
+    told = [list(one) for one in choice.weights]
+    return {"weights_versions": told} if any(label != START for _, label in choice.weights) else {}
+
+
+def weights_of_answer(choices: Sequence[Choice]) -> Json:
+    """The version of the weights that computed the last token, under the same condition."""
+    label = next((choice.weights[-1][1] for choice in reversed(choices) if choice.weights), START)
+    return {} if label == START else {"weights_version": label}

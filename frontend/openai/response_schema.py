@@ -217,6 +217,7 @@ class ServerInfo(Struct):
     vllm_config: str | dict[str, Any]
     meshlm_env: dict[str, str]
     system_env: dict[str, str | int | None]
+    weight_version: str
 
 
 class RpcResults(Struct):

@@ -124,6 +124,7 @@ class Response(ABC):
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": cached},
+            **response_fields.weights_of_answer(self.choices),
         }
 
     def _kept_logprobs(self, choice: Choice) -> Sequence[PositionLogprobs]:
@@ -287,6 +288,7 @@ class WholeResponse(WholeAnswer):
         entry["stop_reason"] = finished.stop_reason
         if self.options.return_token_ids and not self.options.hides_tokens:
             entry["token_ids"] = [] if self.options.prompt_only else choice.token_ids.tolist()
+            entry |= response_fields.weights_of_tokens(choice)
         return entry
 
     def _said(self, choice: Choice, text: str) -> Json:

@@ -10,7 +10,7 @@ import msgspec
 from meshlm.frontend.http.retry import Progress
 from meshlm.frontend.openai import reading, reasoning, response_fields
 from meshlm.frontend.openai.reading import Reader
-from meshlm.frontend.openai.response_fields import chat_logprobs, completion_logprobs
+from meshlm.frontend.openai.response_fields import chat_logprobs, completion_logprobs, weights_of_tokens
 from meshlm.frontend.openai.responses import DONE, AnswerHead, Json, StreamedAnswer, data_event, visible_reason
 from meshlm.protocol.edges.text import Finished, PositionLogprobs, PromptLogprobs
 from meshlm.protocol.wire.ids import FinishReason
@@ -136,6 +136,8 @@ class StreamResponse(StreamedAnswer):
             entry["stop_reason"] = finished.stop_reason
         if self._shows_ids:
             entry["token_ids"] = choice.token_ids[len(choice.token_ids) - num_tokens :].tolist()
+            if finished is not None:
+                entry |= weights_of_tokens(choice)
         extra = self._usage_so_far(choice, len(choice.token_ids))
         if finished is not None and not self.options.include_usage:
             extra |= self._fingerprint()

@@ -234,10 +234,8 @@ async def abort_requests(backend: MeshOperations, request_ids: tuple[str, ...]) 
 
 
 async def collective_rpc(backend: MeshOperations, asked: CollectiveRpcRequest) -> dict[str, Any]:
-    """What a method of the worker extension gives, in the order of the workers; or, of reload_weights, None for each."""
-    if asked.method == "reload_weights":  # no worker begins before all have found that they can
-        await _done(backend, CallWorkers("verify_weights", b""))
-    elif not backend.config.worker.worker_extension_cls:
+    """What a method of the worker extension gives, in the order of the workers."""
+    if not backend.config.worker.worker_extension_cls:
         text = "start the server with --worker-extension-cls to call into workers"
         raise HttpError(404, text)
     arguments = msgspec.json.encode({"args": asked.args, "kwargs": asked.kwargs})

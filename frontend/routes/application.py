@@ -33,6 +33,7 @@ from meshlm.frontend.routes import openapi
 from meshlm.frontend.routes.operator_routes import OperatorRoutes
 from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.routes.text_routes import InformationRoutes, TextRoutes, text_route
+from meshlm.frontend.routes.weight_routes import WeightRoutes
 from meshlm.frontend.speech.routes import SpeechRoutes
 from meshlm.frontend.vectors import schema as vectors
 from meshlm.frontend.vectors.routes import VectorRoutes
@@ -75,6 +76,7 @@ class Application:
             SpeechRoutes(backend, generation, reader),
             InformationRoutes(backend, reader),
             OperatorRoutes(backend, reader),
+            WeightRoutes(backend, reader),
             DashboardRoutes(backend.observer),
         )
         wanted = self.operations()
@@ -203,6 +205,7 @@ OPERATIONS = operations_of(
     Application,
     InformationRoutes,
     OperatorRoutes,
+    WeightRoutes,
     DashboardRoutes,
 )
 PATHS = Paths.of_operations(OPERATIONS)

@@ -15,6 +15,7 @@ from meshlm.frontend.observe import information
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai import schema
 from meshlm.frontend.operator import mesh_operations as operations
+from meshlm.frontend.operator import weights
 from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.runtime.api_keys import ADMIN
@@ -127,8 +128,10 @@ class OperatorRoutes:
 
     @route("/collective_rpc", answers=responses.RpcResults, body=schema.CollectiveRpcRequest, errors=(404, 504))
     async def collective_rpc(self, request: Request) -> HttpResponse:
-        """Call a method of --worker-extension-cls in every worker."""
+        """Call a method of --worker-extension-cls in every worker; or reload_weights, which reads the weights again."""
         body = await self._body(request, schema.CollectiveRpcRequest)
+        if body.method == "reload_weights":
+            return json_response(await weights.reload(self._backend.operations, body))
         return json_response(await operations.collective_rpc(self._backend.operations, body))
 
     @route(
@@ -155,7 +158,9 @@ class OperatorRoutes:
     @route("/server_info", answers=responses.ServerInfo, parameters=(_FORMAT,))
     async def server_info(self, request: Request) -> HttpResponse:
         """The configuration, the environment and the versions."""
-        return json_response(await asyncio.to_thread(information.server, self._backend.config, request.query_params))
+        backend = self._backend
+        version = backend.figures.now.weights
+        return json_response(await asyncio.to_thread(information.server, backend.config, request.query_params, version))
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         """The body as this Struct; fields that nobody knows are noted."""

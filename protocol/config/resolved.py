@@ -8,6 +8,7 @@ from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import SpeechTokens
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.pooling import PoolingSpec
+from meshlm.protocol.weights import WeightsVersion
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
@@ -16,6 +17,7 @@ class Resolved(Struct, frozen=True, kw_only=True):
     spec: ModelSpec
     model_path: str  # folder or .gguf file
     weights_url: str = ""  # of object storage, where the weights are; empty: they are at model_path
+    weights_digest: str = ""  # of the files at model_path, as they were at the start; empty: they are not looked at
     tokenizer_path: str  # folder, tokenizer.json or .gguf file
     chat_templates: dict[str, str]  # Jinja sources by name; none if the model has none
     served_names: tuple[str, ...]
@@ -40,3 +42,8 @@ class Resolved(Struct, frozen=True, kw_only=True):
     drafter: "Resolved | None" = None  # the model that drafts tokens for this one
     adapters: tuple[Adapter, ...] = ()  # that are there from the start
     digest: str  # of everything above and the flags: names a run's configuration in logs
+
+    @property
+    def weights(self) -> WeightsVersion:
+        """The weights with which the mesh begins."""
+        return WeightsVersion(0, source=self.model_path, digest=self.weights_digest)

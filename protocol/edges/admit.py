@@ -11,6 +11,7 @@ from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import AWAKE, Sleeping
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation, RequestId
 
 
@@ -182,6 +183,8 @@ class Load(Struct, frozen=True, tag="load"):
     kv_cache_tokens: int = 0  # of requests of the full context that decode side by side ...
     kv_cache_requests: float = 0.0  # ... and their number
     num_hand_offs: int = 0  # requests that went on at a rank that decodes, since start
+    weights: WeightsVersion | None = None  # of its workers; None: they have not said it yet
+    behind: str = ""  # why they have no others
 
 
 SchedulerToCoordinator = Load

@@ -11,6 +11,7 @@ from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.dashboard import RequestView
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.timeline import RecordTimeline, TimelinePart
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Epoch, Identity, Incarnation, Role
 
 
@@ -316,6 +317,8 @@ class RankStats(Struct, frozen=True, omit_defaults=True):
     kv_cache_tokens: int = 0
     kv_cache_requests: float = 0.0
     role: str = ""  # prefill or decode; "": the ranks have no roles
+    weights: WeightsVersion | None = None  # that its workers have; None: not known yet ...
+    behind: str = ""  # ... and why they are not the mesh's
     num_hand_offs: int = 0
 
 
@@ -349,3 +352,5 @@ class MeshStats(Struct, frozen=True, tag="stats"):
     blocked: str = ""  # a link of any process on which nothing moves
     paused: bool = False  # as an operator wants it
     counts: tuple[CountsOf, ...] = ()  # of processes that are no schedulers
+    weights: WeightsVersion = WeightsVersion()  # that all ranks are to have
+    updating: str = ""  # what is being done to them

@@ -22,6 +22,7 @@ from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.sleeping import Sleeping
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import ErrorKind, Row, StepId
 
 HASH_BYTES = 32  # of a prefix: sha256
@@ -42,6 +43,7 @@ class Reset(Struct, frozen=True, tag="reset"):
     incarnations: tuple[int, ...] = ()
     group: StepGroup | None = None  # with the workers of other ranks; each step waits for all of them
     sleeping: Sleeping | None = None  # None: as it is; one that begins loads its model
+    weights: WeightsVersion | None = None  # that it is to have; None: as it is
 
 
 class ResetGroup(Struct, frozen=True, tag="disband"):
@@ -131,13 +133,16 @@ class WorkerReady(Struct, frozen=True, tag="ready", omit_defaults=True):
     namespace: bytes = b""  # ... and what their bytes mean, the same for all workers of a rank
     pages: PageMemory | None = None  # where other workers of this host may read them; None: nowhere
     page_server: tuple[str, int] | None = None  # where other meshes may; None: nowhere
+    weights: WeightsVersion = WeightsVersion()  # that it has ...
+    behind: str = ""  # ... and why it has no others, where Reset asked for them
 
 
-class WorkerAsleep(Struct, frozen=True, tag="asleep"):
+class WorkerAsleep(Struct, frozen=True, tag="asleep", omit_defaults=True):
     """The worker is there without this memory, in answer to Reset."""
 
     session: int
     sleeping: Sleeping
+    behind: str = ""  # as in WorkerReady
 
 
 class LastPlan(Struct, frozen=True, tag="standing"):

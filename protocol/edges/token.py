@@ -44,6 +44,9 @@ class First(Struct, frozen=True, omit_defaults=True):
     # from its prompt's arrival at the detokenizer to its tokens; the detokenizer adds this and the next
     encode_us: int = 0
     route_us: int = 0  # from then to the coordinator's word which rank has it
+    weights: str = (
+        ""  # the version of the weights that computed this token, and those after it until another First comes
+    )
 
 
 class TokenDeltas(Struct, frozen=True, tag="tokens", omit_defaults=True):

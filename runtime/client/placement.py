@@ -38,6 +38,9 @@ class Choice:
     affixes: tuple[bytes, bytes] | None = None  # its sink's: what stands around a text that alone makes a chunk
     finished: edge.Finished | None = None
     first: First | None = None  # what came with its first token
+    weights: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # from which output token on, which version of the weights
     engine: str = ""  # the rank that computes it, as clients know it; empty before its first token
     pooled: bytes = b""  # the vector of a pooling request, once it is finished: float32
     num_prompt_tokens: int = 0  # known once its prompt is encoded

@@ -283,7 +283,7 @@ class RequestTracker:
             choice.token_ids.frombytes(tokens[begin:end])
             details = None
             if row in detailed:
-                details = self._details(choice, message, row, finished.get(row))
+                details = self._details(choice, message, row, finished.get(row), have)
             if choice.engine != engine:
                 engine, counted = choice.engine, self.counts[choice.engine]
             if count:  # an end may come without tokens
@@ -310,12 +310,16 @@ class RequestTracker:
         choice.sink.has_begun = True
         self.begun.append(choice)
 
-    def _details(self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None) -> RowDetails:
-        """The details of this row beside tokens and text; the choice keeps those that outlast the row."""
+    def _details(
+        self, choice: Choice, message: TextDeltas, row: int, finished: Finished | None, begin: int
+    ) -> RowDetails:
+        """The details of this row beside tokens and text; the choice keeps those that outlast it. begin: its first output token."""
         logprobs, first = message.logprobs.get(row), message.first.get(row)
         details = RowDetails(finished, logprobs, message.prompt_logprobs.get(row), first)
         if details.first is not None:
             choice.engine = str(details.first.dp_rank)
+            if (label := details.first.weights) and (not choice.weights or choice.weights[-1][1] != label):
+                choice.weights.append((begin, label))
         if details.logprobs is not None and choice.submit.retry is not None:
             choice.logprobs += details.logprobs
         if finished is not None:

@@ -86,7 +86,7 @@ class CacheEvents:
 
 def _extra_keys(request: Request, index: int, block_size: int) -> tuple[str | bytes, ...] | None:
     """What beside its tokens decides the block: the salt of a first one, and what extras say of its tokens."""
-    salt, extras = request.extra_keys
+    salt, extras, _ = request.extra_keys
     if not (extras or (salt and not index)):
         return None
     of_extras = key_parts("", extras, index * block_size, (index + 1) * block_size)

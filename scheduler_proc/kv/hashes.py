@@ -5,6 +5,7 @@ from array import array
 from typing import NamedTuple
 
 from meshlm.protocol.extras import Extras, key_parts
+from meshlm.protocol.wire.parts import joined
 
 _ROOT = bytes(hashlib.sha256().digest_size)  # the parent of a first block
 
@@ -14,10 +15,12 @@ class ExtraKeys(NamedTuple):
 
     cache_salt: str = ""
     extras: Extras = ()
+    weights: bytes = b""  # WeightsVersion.key
 
     def key(self, index: int, block_size: int) -> bytes:
         """The key of block number `index`; empty where nothing but its tokens counts."""
-        return key_parts(self.cache_salt, self.extras, index * block_size, (index + 1) * block_size)
+        own = key_parts(self.cache_salt, self.extras, index * block_size, (index + 1) * block_size)
+        return joined(b"weights", self.weights, own) if self.weights and not index else own
 
 
 def extend(hashes: list[bytes], extra: ExtraKeys, token_ids: "array[int]", block_size: int, num_tokens: int) -> None:

@@ -75,8 +75,10 @@ class Operator:
             raise ValueError("method: must be the name of a method of worker_extension_cls; functions are not sent")
         arguments = msgspec.json.encode({"args": list(args), "kwargs": dict(kwargs or {})})
         limit = {} if timeout is None else {"limit_s": timeout}
-        if method == "reload_weights":  # all workers can, before one begins
-            await self._ask(edge.CallWorkers("verify_weights", arguments, **limit))
+        if method == "reload_weights":  # of the folder, or of where they were read before
+            await self._ask(edge.UpdateWeights(_source(args, dict(kwargs or {}))))
+            parallel = self._config.parallel
+            return [None] * (parallel.workers_per_rank * parallel.data_parallel_size)
         answer = await self._ask(edge.CallWorkers(method, arguments, **limit))
         return [msgspec.json.decode(result) for result in answer.results]
 
@@ -85,3 +87,11 @@ class Operator:
         if answer.error:
             raise ValueError(answer.error)
         return answer
+
+
+def _source(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """What vLLM's reload_weights was called with. ValueError."""
+    source = kwargs.pop("weights_path", None) or ""
+    if args or kwargs or not isinstance(source, str):
+        raise ValueError("kwargs: reload_weights takes weights_path, the path of a folder")
+    return source

@@ -24,6 +24,7 @@ from meshlm.runtime import logits_processors, platforms, plugins
 from meshlm.runtime.errors import ModelFilesError, RequestError
 from meshlm.runtime.mesh.messages import check_template_kwargs
 from meshlm.runtime.model_files import generation_config, model_files
+from meshlm.runtime.model_files.digest import digest_of
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.platforms import Platform
 from meshlm.runtime.process import numa, streams
@@ -93,6 +94,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         spec=files.spec,
         model_path=str(files.path),
         weights_url=files.weights_url,
+        weights_digest=_weights_digest(files),
         tokenizer_path=str(files.tokenizer_path),
         chat_templates=files.chat_templates,
         served_names=served_names,
@@ -230,6 +232,16 @@ def _token_budget(config: MeshConfig, platform: Platform, max_num_seqs: int, max
             raise UsageError(f"{flag}: {why} at least --max-model-len ({max_model_len})")
         budget = max_model_len
     return budget
+
+
+def _weights_digest(files: model_files.ModelFiles) -> str:
+    """Of the model's files; empty where no weights are read from a disk."""
+    if files.load_format == "dummy" or files.weights_url:
+        return ""
+    try:
+        return digest_of(str(files.path))
+    except OSError:  # there are none: whoever reads them says so
+        return ""
 
 
 def _platform(wanted: str) -> Platform:

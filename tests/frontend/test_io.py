@@ -371,7 +371,7 @@ def test_the_line_of_a_request_with_thousands_of_sequences_is_short() -> None:
     log = SimpleNamespace(info=lambda _, **fields: lines.append(fields))
     for ends in ([FinishReason.STOP] * 4000 + [None] * 96, [FinishReason.LENGTH, FinishReason.STOP]):
         answer: Any = WholeResponse(AnswerHead(answers_asking(False), "id", 0, "m", lambda: None))
-        answer.choices = [SimpleNamespace(finished=end and Finished(0, end), token_ids=[1]) for end in ends]
+        answer.choices = [SimpleNamespace(finished=end and Finished(0, end), token_ids=[1], weights=[]) for end in ends]
         request_log.RequestLog().ended(log, answer, 1.0, "/v1/completions", 200, 100.0)
     assert [line["finish_reason"] for line in lines] == [{"stop": 4000, "abort": 96}, ["length", "stop"]]
     assert max(len(repr(line)) for line in lines) < 500

@@ -76,6 +76,8 @@ def test_what_was_computed_before_a_worker_extension_was_called_is_found_by_nobo
     for _ in range(5):
         bench.step()
     assert received(bench.core, COORDINATOR, call) == [Send(WORKER, call)]
+    assert bench.core.plan(1) == [], "no step before it is known what the method has changed"
+    assert received(bench.core, WORKER, OperationDone(call.id)) == [Send(COORDINATOR, OperationDone(call.id))]
     bench.directory.reset_prefix_cache()
     bench.core.check()
     bench.finish()

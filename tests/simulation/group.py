@@ -7,9 +7,11 @@ collective on a GPU, or sees its step fail, as with gloo; it is the mesh that mu
 from typing import Any
 
 from mock_worker import VOCAB, Computed, Model
+from msgspec.structs import replace
 from network import running
 from pages import SimulatedMoves
 
+from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.kv import MovePages
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult
@@ -17,11 +19,13 @@ from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.lockstep import StepGroup
 from meshlm.protocol.operations import Operation
 from meshlm.protocol.pool import PoolKind
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.workers.distributed.membership import Incarnations
 from meshlm.workers.engine import NOT_BALANCED, EngineFacts
 from meshlm.workers.io import WorkerApp
 from meshlm.workers.operations import Operations
+from meshlm.workers.weights.versions import HasWeights, WorkerWeights
 
 RESET_S = 0.3  # at most
 POLL_S = 0.02  # between two looks into the store
@@ -124,6 +128,22 @@ class _Plans:
         self._worker.wake()
 
 
+class SimulatedWeights(WorkerWeights):
+    """Weights of sources that are nothing but names."""
+
+    def check(self, engine: HasWeights, source: str) -> str:
+        return f"digest of {source}"
+
+    def _readable(self, version: WeightsVersion) -> Resolved:
+        resolved = self._config.require_resolved()
+        return replace(resolved, model_path=version.source) if version.number else resolved
+
+
+def salt_of(source: str) -> int:
+    """What weights of this source add to each token; weights of the start nothing."""
+    return 1_000 * int(source.removeprefix("weights-")) if source.startswith("weights-") else 0
+
+
 class Worker(WorkerApp):
     """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, the completer's."""
 
@@ -151,6 +171,8 @@ class Worker(WorkerApp):
 
     def _stepper(self, loaded: Any) -> None:
         self._process, self._loaded = running(), loaded
+        self._weights = SimulatedWeights(self._mesh.config)
+        self.load_weights(self._weights.to_begin_with(None).require_resolved())
         if self._mesh.config.kv_transfer.moves:
             moves: Any = SimulatedMoves(self, self._process)
             self._moves = moves
@@ -241,14 +263,24 @@ class Worker(WorkerApp):
 
     def _operate(self, operation: Operation) -> None:
         assert self._mesh is not None
-        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity, self._rebalance)
+        worker = (self, self._weights)
+        self._operations = self._operations or Operations(self._mesh.config, self._mesh.identity, worker)
         self._say(self._operations.do(operation))
         self._done()
 
-    def _rebalance(self) -> str:
+    def rebalance(self) -> str:
         assert self._mesh is not None
         self.asked = self._mesh.config.lockstep
         return "" if self.asked else NOT_BALANCED
+
+    def check_weights(self, resolved: Resolved) -> str:
+        return ""
+
+    def load_weights(self, resolved: Resolved) -> None:
+        self._model.salt = salt_of(resolved.model_path)
+
+    def sum_weights(self) -> str:
+        return str(self._model.salt)
 
     def meet(self, *, agreed: bool) -> None:
         """The group has met. agreed: all have their experts in the same places."""
@@ -271,6 +303,8 @@ class Worker(WorkerApp):
 
     def _do_reset(self, reset: Reset) -> None:
         self._model.rows.clear()  # what the slots hold stays
+        if reset.weights is not None:
+            self._weights.change(self, reset.weights)
         exchange: Any = self._exchanges.pop(reset.session, None)
         self._together, self._num_together = exchange, 0
         self._meet_ranks(reset)

@@ -37,6 +37,10 @@ class Model:
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
         self.pools: dict[int, tuple[PoolKind, int, list[int]]] = {}  # by row: kind, length of the prompt, states so far
         self.pooled: dict[int, bytes] = {}
+        self.salt = 0  # of its weights: others give other tokens and another KV
+
+    def extend(self, state: int, token: int) -> int:
+        return extend(state, token + self.salt)
 
     def slot(self, row: int, position: int, group: int) -> int:
         block = self.rows[row][1][position // self.block_size * len(self.specs) + group]
@@ -66,7 +70,7 @@ class Model:
                 oldest = position // spec.chunk * spec.chunk
             for at in range(position - 1, oldest, -1):
                 before = self.state(row, at - 1, group)
-                if state != extend(before, tokens[at]):
+                if state != self.extend(before, tokens[at]):
                     return found + 1
                 state = before
         return found
@@ -111,7 +115,7 @@ class Model:
                 before = self.seen(row, position)
                 if position == start and any(state != before for state in early.get(row, ())):
                     before += 1
-                state = extend(before, token)
+                state = self.extend(before, token)
                 self.write(row, position, state)
                 computed.append((position, token, state))
                 if row in self.pools:
@@ -145,7 +149,7 @@ class Model:
         for position in range(last, last + 1 + drafts):
             if position > last:  # the others are computed
                 drafted = tokens[position] if position < len(tokens) else 0
-                state = extend(state, drafted)
+                state = self.extend(state, drafted)
                 for group in range(len(self.specs)) if position - last < count else attends:
                     self.slots[self.slot(row, position, group)] = state + group
             if position - last < count:

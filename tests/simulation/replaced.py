@@ -20,6 +20,7 @@ from meshlm.runtime.client import mesh_client
 from meshlm.runtime.mesh import links as links_module
 from meshlm.runtime.mesh import mesh as mesh_module
 from meshlm.runtime.mesh import remote as remote_module
+from meshlm.runtime.model_files import manifest
 from meshlm.scheduler_proc import io as scheduler_io
 from meshlm.scheduler_proc.connectors import holder, transfers
 from meshlm.supervisor.nodes import network as supervisor_network
@@ -110,6 +111,8 @@ def simulated() -> Iterator[None]:
             (holder, "LEASE_NS", LEASE_NS),
             (transfers, "LEASE_S", LEASE_NS / 1e9),
             (scheduler_io, "time", _Clock),
+            (manifest, "read", lambda run_dir: running().world.weights.get(run_dir)),
+            (manifest, "write", lambda run_dir, version: running().world.weights.update({run_dir: version})),
         ):
             stack.enter_context(patch.object(module, name, fake, create=True))
         try:

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from life import Process, Timer
@@ -19,6 +20,7 @@ from supervisors import Supervisor
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges import control
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import HEAD, Identity, Incarnation, Role
 from meshlm.runtime.process.process import App
 
@@ -62,6 +64,7 @@ class World:
         self._entered: Process | None = None  # whose loop is the running one
         self.cuts: dict[tuple[int, int], float] = {}  # from host to host: until when nothing passes
         self.together: dict[int, Together] = {}  # by the epoch of their group
+        self.weights: dict[Path, WeightsVersion] = {}  # by run directory: what a coordinator has written there
         self.groups: dict[tuple[int, ...], Group] = {}  # by the lives that have met
         self.memories: dict[str, Model] = {}  # of workers, whose pages others read
         self.supervisors = [config.node.index if config.node else 0 for config in configs]

@@ -72,4 +72,4 @@ def test_the_log_says_once_that_changes_are_lost_with_the_worker(engine: Any) ->
                 called(extension, "scale", 2)
     (line,) = logs
     assert line["log_level"] == "warning"
-    assert "loads the model's files" in line["note"]
+    assert "takes no requests until the weights are updated" in line["note"]

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from worker_meshes import WorkerMesh
 
+from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import (
     ExtraReady,
@@ -37,6 +38,7 @@ from meshlm.workers.engine import EngineFacts, Pending
 from meshlm.workers.operations import Operations
 from meshlm.workers.output.grammars import GrammarRows, MatchersLost
 from meshlm.workers.rows.extras.extra import RowExtras
+from meshlm.workers.weights.versions import WorkerWeights
 
 
 class Mesh(WorkerMesh):
@@ -81,6 +83,14 @@ class Engine:
 
     def graph_counts(self) -> GraphCounts:
         return self.counts
+
+    def check_weights(self, resolved: Resolved) -> str:
+        return ""
+
+    def load_weights(self, resolved: Resolved) -> None: ...
+
+    def sum_weights(self) -> str:
+        return ""
 
     def rebalance(self) -> str:
         return "they stay"
@@ -170,7 +180,7 @@ async def test_a_worker_that_is_asked_again_does_not_do_it_twice(
     mesh.config = resolve.resolve(
         flags.build({"model": str(smollm2), "device": "fake", "profiler_dir": str(tmp_path)}, None)
     )
-    operations = Operations(mesh.config, mesh.identity, Engine(None).rebalance)
+    operations = Operations(mesh.config, mesh.identity, (Engine(None), WorkerWeights(mesh.config)))
     for _ in range(2):
         assert operations.do(Operation(OperationId("a"), Profile(True))) == OperationDone(OperationId("a"))
     assert "running already" in operations.do(Operation(OperationId("b"), Profile(True))).error

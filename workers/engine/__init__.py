@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
+from meshlm.protocol.config import Resolved
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import NO_LIMIT, StepPlan, StepResult
 from meshlm.protocol.kv import KVSpec
@@ -61,6 +62,15 @@ class Engine(Protocol):
 
     def rebalance(self) -> str:
         """Move experts before the next step that all ranks take. Why there are none that move; empty: it will be done."""
+
+    def check_weights(self, resolved: Resolved) -> str:
+        """Why this model cannot have the weights of these files, all of which are read; empty: it can. Nothing changes."""
+
+    def load_weights(self, resolved: Resolved) -> None:
+        """Have them: new values in the same tensors. ProcessFatal where some have been changed and others cannot be."""
+
+    def sum_weights(self) -> str:
+        """A sum over all bytes of the weights."""
 
     def idle(self) -> bool:
         """Nothing to do: a chance for background work (CUDA graph capture). True if there may be more of it."""

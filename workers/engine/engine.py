@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import NO_LIMIT, StepPlan, StepResult
 from meshlm.protocol.pool import PoolKind
@@ -46,8 +46,8 @@ from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.extras.extra import RowExtras, StepExtra
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
 from meshlm.workers.states.drafted import DraftStates
+from meshlm.workers.weights import reload
 from meshlm.workers.weights.load import DTYPES, load_model, weight_bytes
-from meshlm.workers.weights.reload import reload_weights
 from meshlm.workers.weights.weights_plan import WeightsPlan, weights_plan
 
 MB = 1 << 20
@@ -192,7 +192,7 @@ class ModelEngine:
             group,
             Experts.of(moe, self.shard, group),
             [list(mixture.experts.parameters()) for mixture in mixtures],
-            lambda: reload_weights(self.model, self.resolved, self.device, seed, self.weights_plan, only_experts=True),
+            lambda: reload.load_experts(self, seed),
             same_rows=self.together is None,
         )
         for mixture, replicas in zip(mixtures, balancer.replicas, strict=True):
@@ -256,6 +256,15 @@ class ModelEngine:
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self.inputs.send(step, n, NOTHING, 0, np.arange(n))
             self.compute.eager(step)
+
+    def check_weights(self, resolved: Resolved) -> str:
+        return reload.why_not(self, resolved)
+
+    def load_weights(self, resolved: Resolved) -> None:
+        reload.load(self, resolved)
+
+    def sum_weights(self) -> str:
+        return reload.sum_of(self.models)
 
     # --- steps ---
 

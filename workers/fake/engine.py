@@ -12,12 +12,13 @@ to a grammar its drafts do, but for the wrong ones.
 """
 
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.control import GraphCounts
 from meshlm.protocol.edges.step import StepPlan, StepResult
 from meshlm.protocol.edges.token import LogprobColumns
@@ -39,6 +40,7 @@ from meshlm.workers.rows.extras.extra import with_findings
 from meshlm.workers.rows.step_columns import COMPUTED, Drafts, Lines, StepColumns, columns_of
 
 DEFAULT_CACHE_TOKENS = 1 << 20
+FAKE_WEIGHTS = "fake_weights.bin"  # in a model's folder
 VECTOR_BYTES = 4 * 8  # of a Pool
 WRONG_EVERY, NONE_EVERY, FEWER_EVERY = 3, 7, 5  # one draft, and one row of a step with drafts, of so many
 
@@ -89,6 +91,8 @@ class FakeEngine:
         self._written = np.zeros(0, np.uint64)  # the states of the last step's tokens
         self._groups = np.arange(len(specs), dtype=np.uint64)  # added to what a group's slots hold: groups differ
         self._state, self.pages = _make_state(config, num_blocks, block_size)
+        self._weights = np.uint64(0)  # added for each token: others are other tokens and another KV
+        self.load_weights(resolved)
         self._free_at = 0.0
         self._without: tuple[str, ...] = ()  # what sleeps
         self._exchange: StepExchange | None = None  # with other ranks, if they step together
@@ -114,6 +118,20 @@ class FakeEngine:
         self._without = tags
         if KV_CACHE in tags:
             self._state[:] = 0
+
+    def check_weights(self, resolved: Resolved) -> str:
+        return ""
+
+    def load_weights(self, resolved: Resolved) -> None:
+        """Has the number in the folder's FAKE_WEIGHTS, where there is that file."""
+        file = Path(resolved.model_path) / FAKE_WEIGHTS
+        self._weights = np.uint64(int(file.read_text()) if file.is_file() else 0)
+
+    def sum_weights(self) -> str:
+        return f"{int(self._weights):016x}"
+
+    def _terms(self, token_ids: I32) -> U64:
+        return (token_ids.astype(np.int64) + 1).astype(np.uint64) + self._weights
 
     def rebalance(self) -> str:
         return NOT_BALANCED
@@ -178,8 +196,7 @@ class FakeEngine:
         for nth in range(int(counts.max(initial=0))):
             more = counts > nth
             rows, ends, state, counts = rows[more], ends[more], state[more], counts[more]
-            last = table.tokens[rows, ends + nth - 1].astype(np.int64)
-            state = state * np.uint64(FACTOR) + (last + 1).astype(np.uint64)
+            state = state * np.uint64(FACTOR) + self._terms(table.tokens[rows, ends + nth - 1])
             wrong = dice(rows, ends + nth) % WRONG_EVERY == 0
             right = self._sample(state, self._mask_behind(rows, ends, nth))
             table.tokens[rows, ends + nth] = np.where(wrong, FIRST_TOKEN, right)
@@ -280,13 +297,13 @@ class FakeEngine:
         positions = last[:, None] - back
         exist, positions, rows = back < count[:, None], np.maximum(positions, 0), rows[:, None]
         state = self._state[self._rows.slots(rows, positions)[..., group]] - self._groups[group]
-        terms = (self._rows.tokens[rows, positions].astype(np.int64) + 1).astype(np.uint64)
+        terms = self._terms(self._rows.tokens[rows, positions])
         older = np.where(positions[:, :-1] > 0, state[:, 1:] * np.uint64(FACTOR), np.uint64(0))
         broken: NDArray[np.bool_] = ((state[:, :-1] != older + terms[:, :-1]) & exist[:, :-1]).any(1)
         return broken
 
     def _write_decodes(self, arrays: StepArrays) -> None:
-        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        terms = self._terms(arrays.token_ids)
         state = self._carried(arrays.rows, arrays.starts) * np.uint64(FACTOR) + terms
         self._state[arrays.slots] = state[:, None] + self._groups
         self._written = state
@@ -294,7 +311,7 @@ class FakeEngine:
     def _write_in_order(self, arrays: StepArrays) -> None:
         """Writes in the order of first positions: a request may share a prefix that another one computes in this very step, as a real
         model allows, which writes all keys and values of a layer before it reads any."""
-        terms = (arrays.token_ids.astype(np.int64) + 1).astype(np.uint64)
+        terms = self._terms(arrays.token_ids)
         self._written = np.zeros(len(terms), np.uint64)
         before = np.maximum(arrays.starts.astype(np.int64) - 1, 0)
         # a model reads all before it writes any

@@ -18,6 +18,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.kv import NAMESPACE_BYTES, FindPages, LeavePages, MovePages, PagesFound, PagesMoved
 from meshlm.protocol.edges.step import WorkerReady
 from meshlm.protocol.operations import OperationId
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import EngineFacts
@@ -48,6 +49,7 @@ class PageMoves:
         kv = config.kv_transfer
         self._namespace = namespace_of(config, facts, kv.fingerprint)
         self._between = namespace_of(config, facts, kv.content_fingerprint)  # the same, for other meshes
+        self._of_start = self._namespace, self._between
         self._mover = Mover(pages, fatal)
         options = json.loads(config.kv_transfer.connector_options)
         self._connectors = {
@@ -132,11 +134,19 @@ class PageMoves:
             message = f"there is no connector {move.connector!r}" if move.connector else "neither memory nor connector"
             _Answer(move, self._pages.page_bytes, self._say)(Copied(0, 0, message))
 
+    def use_weights(self, version: WeightsVersion) -> None:
+        """Pages are computed with these from now on. Called by the stepper, before the Reset is answered."""
+        self._namespace, self._between = (digest(one + version.key) if version.key else one for one in self._of_start)
+        self._renamed()
+
     def forget_weights(self, operation_id: OperationId) -> None:
         """The weights may be others since this operation: equal keys have other bytes. Its scheduler reckons the same."""
         self._namespace, self._between = (
             digest(one + operation_id.encode()) for one in (self._namespace, self._between)
         )
+        self._renamed()
+
+    def _renamed(self) -> None:
         for connector in self._connectors.values():
             connector.remake()
         if self._exchange is not None:

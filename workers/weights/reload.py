@@ -8,17 +8,15 @@ points and tables into forms of their own, which they keep in themselves. What b
 the ops' workspaces, peers' memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor, nn
 
-from meshlm.protocol.config import MeshConfig, ModelConfig, Resolved
-from meshlm.runtime.errors import ModelFilesError, ProcessFatal
-from meshlm.runtime.model_files.model_files import resolve_model
+from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.formats.format import WeightFormat
 from meshlm.workers.layers.ops import AttentionShape, LatentShape
 from meshlm.workers.layers.summing_ops import SummingOps
@@ -84,12 +82,13 @@ def _attributes(one: object) -> Iterator[tuple[str, Any]]:
     yield from ((name, getattr(one, name)) for name in slots if hasattr(one, name))
 
 
+SUM_WORDS = 1 << 22  # that are summed at a time
 PASS_BYTES = 2 << 30
 """Modules of so many bytes are loaded at a time; each time all names of the files are gone through."""
 
 
 class ReloadableEngine(Protocol):
-    """The part of an engine that this needs. One of another kind lacks it, and cannot reload."""
+    """The part of an engine that this needs."""
 
     config: MeshConfig
     resolved: Resolved
@@ -100,53 +99,54 @@ class ReloadableEngine(Protocol):
     draft_plan: WeightsPlan | None
 
 
-def of_engine(engine: object, *, only_verify: bool) -> str:
-    """Reads an engine's weights again, or only finds out whether that can be: why not. ProcessFatal once tensors have been changed."""
-    if not isinstance(getattr(engine, "model", None), Decoder):
-        return "reload_weights: this worker has no weights that could be read again"
-    made = cast("ReloadableEngine", engine)
-    if only_verify and (why := _refusal(made)):
-        return f"reload_weights: {why}"
-    models, seed = [(made.model, made.resolved, made.weights_plan)], made.config.model.seed or 0
-    if made.draft_model is not None and made.resolved.drafter is not None and made.draft_plan is not None:
-        models.append((made.draft_model, made.resolved.drafter, made.draft_plan))
+def why_not(engine: ReloadableEngine, resolved: Resolved) -> str:
+    """Why the engine cannot have these weights, all of which are read; "": it can. Nothing changes."""
+    if resolved.spec.transformers is not None:
+        return "weights are not read again with --model-impl transformers"
+    if resolved.pooling is not None or resolved.spec.encoder_only or resolved.spec.audio_encoder is not None:
+        return "weights are read again of models that give text"
+    if any(not parameter.untyped_storage().size() for parameter in engine.model.parameters()):
+        return "the worker is asleep; wake_up of its weights comes first"
     try:
-        for model, resolved, plan in models:
-            reload_weights(model, resolved, made.device, seed, plan, only_verify=only_verify)
+        load(engine, resolved, only_verify=True)
     except (ProcessFatal, torch.OutOfMemoryError) as error:
-        if not only_verify:  # some tensors are of the new files: this worker ends, and its rank loads them all
-            raise
-        return f"reload_weights: {error}"
+        return str(error)
     return ""
 
 
-def _refusal(engine: ReloadableEngine) -> str:
-    """Why the files are not those of the model that runs, or cannot be read again; "": they may be."""
-    resolved, asked, spec = engine.resolved, engine.config.model, engine.resolved.spec
-    if resolved.load_format == "sharded_state" or resolved.weights_url or spec.transformers is not None:
-        return "weights are read again from safetensors, .gguf and .bin files on a disk, and not with --model-impl transformers"
-    if resolved.pooling is not None or spec.encoder_only or spec.audio_encoder is not None:
-        return "it is there for models that give text"
-    if any(not parameter.untyped_storage().size() for parameter in engine.model.parameters()):
-        return "the worker is asleep; wake_up comes first"
-    try:
-        flags = ModelConfig(
-            model=resolved.model_path,
-            load_format=resolved.load_format,
-            hf_overrides=asked.hf_overrides,
-            model_impl=asked.model_impl,
-        )
-        found = resolve_model(flags).spec
-    except ModelFilesError as error:
-        return str(error)
-    if spec.quantization is not None and any(scheme.online for scheme in spec.quantization.schemes):
-        found = replace(found, quantization=spec.quantization)
-    changed = [name for name in spec.__struct_fields__ if getattr(found, name) != getattr(spec, name)]
-    return (
-        f"{resolved.model_path}: its files describe another model than at the start ({', '.join(changed)})"
-        if changed
-        else ""
-    )
+def load(engine: ReloadableEngine, resolved: Resolved, *, only_verify: bool = False) -> None:
+    """Reads these weights into the engine's models. ProcessFatal; then some of their tensors may have new values already."""
+    models, seed = [(engine.model, resolved, engine.weights_plan)], engine.config.model.seed or 0
+    if engine.draft_model is not None and resolved.drafter is not None and engine.draft_plan is not None:
+        models.append((engine.draft_model, resolved.drafter, engine.draft_plan))
+    for model, found, plan in models:
+        reload_weights(model, found, engine.device, seed, plan, only_verify=only_verify)
+    engine.resolved = engine.resolved if only_verify else resolved
+
+
+def load_experts(engine: ReloadableEngine, seed: int) -> None:
+    """Reads this rank's own experts again, into the slots that they had at the start. ProcessFatal."""
+    found = engine.resolved
+    reload_weights(engine.model, found, engine.device, seed, engine.weights_plan, only_experts=True)
+
+
+def sum_of(models: Iterable[nn.Module]) -> str:
+    """A sum over all bytes of the weights as they lie in memory, for every place another factor: equal weights have equal sums."""
+    total = 0
+    for model in models:
+        for tensor in tensors_of(model):
+            if tensor.is_meta:  # its values are packed, in another one
+                continue
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            words = data[: len(data) // 4 * 4].view(torch.int32)
+            rest = int(data[len(data) // 4 * 4 :].sum())
+            own = 0
+            for begin in range(0, len(words), SUM_WORDS):
+                part = words[begin : begin + SUM_WORDS].long()
+                places = torch.arange(1, len(part) + 1, device=part.device)
+                own = (own * 1_000_003 + int(((part * places) & ((1 << 40) - 1)).sum())) % (1 << 61)
+            total = (total * 1_000_003 + own + rest) % (1 << 61)
+    return f"{total:016x}"
 
 
 def reload_weights(

@@ -79,6 +79,7 @@ def test_every_route_that_generates_says_what_changes_its_answers() -> None:
     assert {kind.__name__ for kind in SERVED if not changes_of(kind)} == {
         *("DetokenizeRequest", "ConversationRequest", "MetadataRequest", "ItemsRequest"),  # no answer of a model's
         *("Settings", "AbortRequest", "CollectiveRpcRequest", "ScaleRequest"),  # of operators
+        *("InitRequest", "StartRequest", "UpdateRequest", "FinishRequest", "DiskUpdate", "NameRequest", "CheckRequest"),
     }
     assert {"ChatRequest", "MessagesRequest", "ResponsesRequest", "GenerateRequest", "EmbeddingRequest"} <= {
         kind.__name__ for kind in CHANGED

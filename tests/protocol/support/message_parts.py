@@ -16,6 +16,7 @@ from meshlm.protocol import (
     timeline,
 )
 from meshlm.protocol.edges import admit, control, kv, step, text, token
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, Row
 
@@ -131,8 +132,9 @@ HISTOGRAM = counts.HistogramCounts(1.5, (1, 0, 2))
 COUNTS = counts.ProcessCounts({"a": {"reason": 2.0}}, {"b": {"": 0.5}}, {"c": HISTOGRAM})
 COUNTED = counts.Counted(COUNTS)
 COUNTS_OF = counts.CountsOf(DETOKENIZER, COUNTS)
+WEIGHTS = WeightsVersion(3, "step-3", "/models/new", "ab12")
 RANK_STATS = control.RankStats(
-    1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS, SLEEPING, 12, 13.5, "prefill", 14
+    1, 2, 3, 0.5, 4, 5, 6, 7, 8, GRAPHS, 9, 10, 11, COUNTS, SLEEPING, 12, 13.5, "prefill", WEIGHTS, "gone", 14
 )
 OF_PROMPT = text.PromptLogprobs(
     COLUMNS, pack_i32([1, 220]), pack_i32([1]), pack_i32([1, 220]), ["!", " "], {9: b"\xff"}

@@ -16,9 +16,9 @@ ME, PEER = (Identity(Role.SCHEDULER, rank) for rank in (0, 1))
 NAMESPACE = b"v" * 16
 
 
-def keys_of(prompt: list[int], salt: str = "") -> bytes:
+def keys_of(prompt: list[int], salt: str = "", weights: bytes = b"") -> bytes:
     hashes: list[bytes] = []
-    extend(hashes, ExtraKeys(salt), array("i", prompt), 4, len(prompt))
+    extend(hashes, ExtraKeys(salt, weights=weights), array("i", prompt), 4, len(prompt))
     return b"".join(hashes)
 
 
@@ -122,7 +122,9 @@ def test_weights_that_change_have_another_namespace() -> None:
     world.ask(PROMPT)
     world.settle()
     assert ask(world, 1, keys_of(PROMPT)) == PagesFound(1, b""), "computed with other weights"
-    assert ask(world, 2, keys_of(PROMPT), world.workers[0][0].version).pages
+    changed = world.workers[0][0]
+    assert ask(world, 2, keys_of(PROMPT), changed.version) == PagesFound(2, b""), "their keys are others, too"
+    assert ask(world, 2, keys_of(PROMPT, weights=changed.weights.key), changed.version).pages
     assert end(world, 2)
     world.finish()
 

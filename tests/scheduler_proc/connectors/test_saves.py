@@ -87,7 +87,7 @@ def test_an_offer_that_was_made_before_a_reset_brings_nothing() -> None:
             world.deliver(links[0])
         else:
             world.work(0)
-    world.operate(0, "o1", calls=True)
+    world.operate(0, "o1", calls=False)
     world.ask(PROMPT)
     computing(world)
     answers = [message for message in world.links[STORE, ME] if isinstance(message, PagesWanted)]

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+from msgspec import Struct
 from rolling_hash import extend, generate, vector_of
 
 from meshlm.protocol.edges.admit import Assign, EngineRequest, Load
@@ -12,6 +13,7 @@ from meshlm.protocol.extras import find_extra
 from meshlm.protocol.kv import KVSpec
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
@@ -30,6 +32,10 @@ def next_token(state: int) -> int:
     return state % VOCAB
 
 
+def salt_of(weights: WeightsVersion) -> int:
+    return 10_000 * weights.number
+
+
 def reference(prompt: list[int], num_tokens: int, stop: int = -1) -> list[int]:
     return generate(prompt, num_tokens, next_token, stop)
 
@@ -46,6 +52,7 @@ class Model:
         ] = {}  # row -> task, length of the prompt, states computed so far
         self.kv_specs: tuple[KVSpec, ...] = ()
         self.max_draft_lines = NO_LIMIT
+        self.salt = 0  # of its weights: what they add to each token
         self.slots = [0] * (num_blocks * block_size)
         self.rows: dict[int, tuple[list[int], list[int]]] = {}  # tokens, blocks
 
@@ -94,7 +101,7 @@ class Model:
         for start, row, count in sorted(zip(starts, rows, counts, strict=True)):
             for position in range(start, start + count):
                 before = self.slots[self.slot(row, position - 1)] if position else 0
-                self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position])
+                self.slots[self.slot(row, position)] = extend(before, self.rows[row][0][position] + self.salt)
         pooled = {}
         for place, (row, start, count) in enumerate(zip(rows, starts, counts, strict=True)):
             if row in self.pools:
@@ -129,7 +136,7 @@ class Model:
             before = self.slots[self.slot(row, position - 1)] if position else 0
             if position > last:  # the others are computed
                 drafted = tokens[position] if position < len(tokens) else 0
-                self.slots[self.slot(row, position)] = extend(before, drafted)
+                self.slots[self.slot(row, position)] = extend(before, drafted + self.salt)
             if position - last < count:
                 tokens.append(next_token(self.slots[self.slot(row, position)]))
 
@@ -155,6 +162,9 @@ class Bench:
         self.cached: dict[int, int] = {}
         self.drafts: dict[int, bytes] = {}
         self.returned: set[int] = set()
+        self.told: list[Struct] = []  # to the coordinator
+        self.weights, self.cannot_have = WeightsVersion(), ""  # of its worker, and why it can have no others
+        self.labels: dict[int, list[tuple[int, str]]] = {}  # from which token on, which weights
         self.num_crashes: dict[int, int] = {}  # of those
         self.started: dict[str, int] = {}
         self.ended_ids: list[str] = []
@@ -164,11 +174,16 @@ class Bench:
 
     def take(self, sends: list[Send]) -> None:
         for send in sends:
+            if send.to == COORDINATOR:
+                self.told.append(send.message)
             match send.message:
                 case Reset() as reset:
                     while self.plans:  # a worker does all that it was sent
                         self.model.run(self.plans.popleft())
                     self.model.reset()
+                    if reset.weights is not None and not self.cannot_have:
+                        self.weights = reset.weights
+                        self.model.salt = salt_of(self.weights)
                     facts = (self.model.num_blocks, self.model.block_size, 64, 64, VOCAB, *self.directory.columns())
                     ready = WorkerReady(
                         reset.session,
@@ -179,6 +194,8 @@ class Bench:
                         pooled_bytes=8,
                         attention_wave=528,
                         kv_specs=self.model.kv_specs,
+                        weights=self.weights,
+                        behind=self.cannot_have,
                     )
                     self.event(Received(WORKER, LIFE, ready))
                 case StepPlan() as plan:
@@ -206,6 +223,7 @@ class Bench:
             at += count
             if row in deltas.first:
                 self.cached[handle] = deltas.first[row].num_cached_tokens
+                self.labels.setdefault(handle, []).append((start, deltas.first[row].weights))
         for end in deltas.ended:
             self.ended[handles[end.row]] = end.reason
             if end.reason is FinishReason.ERROR:
@@ -229,7 +247,7 @@ class Bench:
         """Its KV cache goes with it."""
         self.plans.clear()
         self.event(PeerLost(WORKER, LIFE))
-        self.model = self.model.fresh()
+        self.model, self.weights = self.model.fresh(), WeightsVersion()
         self.directory = PrefixCacheMirror()
         self.event(PeerUp(WORKER, LIFE))
 

@@ -1,6 +1,5 @@
 """Weights that are read again into a model that computes: the same tensors, the new files' logits; and what is refused by name."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,9 +53,9 @@ def test_logits_are_those_of_the_new_files(name: str, tmp_path: Path) -> None:
     before, places = logits(ours), [parameter.data_ptr() for parameter in ours.parameters()]
     write(tmp_path, name, 1)
     engine = engine_of(tmp_path, ours)
-    assert reload.of_engine(engine, only_verify=True) == ""
+    assert reload.why_not(engine, engine.resolved) == ""
     assert torch.equal(logits(ours), before), "to verify changes nothing"
-    assert reload.of_engine(engine, only_verify=False) == ""
+    reload.load(engine, engine.resolved)
     after = logits(ours)
     assert not torch.allclose(after, before, atol=0.01)
     assert torch.equal(after, logits(load(tmp_path)))
@@ -81,22 +80,8 @@ def test_files_that_cannot_be_read_leave_the_old_weights(
     write(tmp_path, "llama", 1)
     tensors = {**load_file(file), **changed}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file, {"format": "pt"})
-    error = reload.of_engine(engine_of(tmp_path, ours), only_verify=True)
-    assert error.startswith("reload_weights: ")
+    engine = engine_of(tmp_path, ours)
+    error = reload.why_not(engine, engine.resolved)
     with pytest.raises(ProcessFatal, match=said):
         raise ProcessFatal(error)
     assert torch.equal(logits(ours), before)
-
-
-def test_another_models_files_are_refused_by_what_differs(tmp_path: Path) -> None:
-    write(tmp_path, "llama", 0)
-    engine = engine_of(tmp_path, load(tmp_path))
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    error = reload.of_engine(engine, only_verify=True)
-    assert error.endswith("its files describe another model than at the start (rms_norm_eps)")
-    fake = SimpleNamespace()
-    assert (
-        reload.of_engine(fake, only_verify=True)
-        == "reload_weights: this worker has no weights that could be read again"
-    )

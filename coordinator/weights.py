@@ -1,0 +1,177 @@
+"""The version of the weights that all ranks are to have, and how it becomes another. Pure; owned by core.py.
+
+An update has two halves. First all workers of all ranks read the new weights and change nothing; what one of them cannot have is
+refused with its words. Only then is the version the mesh's, before any rank is asked to take it: whatever dies from here on comes back
+with it. If a rank cannot take it all the same, the weights before become the next version.
+
+A rank that says of itself that it has another version gets no requests and is asked to take the mesh's. One that has a newer one than
+was ever heard of, by a call into its workers, gives it to the mesh: the others cannot read it, and say so.
+
+A trainer may take its time between the halves (BeginUpdate, StageWeights, FinishUpdate). Others are refused meanwhile.
+"""
+
+from collections.abc import Callable, Mapping
+
+from msgspec import Struct, json
+from msgspec.structs import replace
+
+from meshlm.coordinator.ledger import Rank
+from meshlm.protocol import operations as ops
+from meshlm.protocol.edges.admit import Load
+from meshlm.protocol.operations import CheckWeights, Operation, OperationDone, OperationId, UseWeights
+from meshlm.protocol.weights import WeightsVersion
+from meshlm.protocol.wire.ids import COORDINATOR, Identity
+from meshlm.runtime.process.events import Send
+
+ASK_AGAIN_S = 30.0  # a rank of another version, which has not followed
+BEGIN_FIRST = "no weight update was begun: POST /start_weight_update comes first"
+
+
+class _Trainer(Struct):
+    """Whoever began an update, and what it has staged."""
+
+    since: float
+    staged: tuple[str, str] | None = None  # source and digest
+
+
+class _Update(Struct):
+    """What ranks are asked for, on behalf of `asker`. `before`: the version that was, once there is a new one."""
+
+    asker: Identity
+    operation: Operation
+    source: str
+    before: WeightsVersion | None = None
+
+
+class Weights:
+    """`current` is the mesh's version; `ask` asks all ranks for an operation, whose answer comes to `done`."""
+
+    def __init__(self, current: WeightsVersion, ask: Callable[[Operation, float], list[Send]]) -> None:
+        self.current = current
+        self._ask = ask
+        self._start = current.source
+        self._highest = current.number
+        self._trainer: _Trainer | None = None
+        self._update: _Update | None = None
+        self._asked_at: dict[Identity, tuple[WeightsVersion, float]] = {}
+
+    @property
+    def updating(self) -> str:
+        """What is being done, in words; empty: nothing."""
+        if self._update is not None:
+            return f"{'checking' if self._update.before is None else 'taking'} weights of {self._update.source}"
+        return "a trainer updates the weights" if self._trainer is not None else ""
+
+    @property
+    def changes(self) -> bool:
+        """Whether ranks are about to take another version."""
+        return self._update is not None and self._update.before is not None
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether ranks are asked for something."""
+        return self._update is not None
+
+    # --- what is asked ---
+
+    def asked(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
+        """An operation of ops.OfCoordinator."""
+        update = self._update
+        if update is not None:
+            if update.operation.id == operation.id:
+                return []
+            return _answer(asker, operation, f"another update of the weights is under way: {self.updating}")
+        match operation.action:
+            case ops.NameWeights(name=name):
+                self.current = replace(self.current, name=name)
+                return _answer(asker, operation)
+            case ops.BeginUpdate() | ops.UpdateWeights() if self._trainer is not None:
+                since = f"since {now - self._trainer.since:.0f} s"
+                text = f"another trainer updates the weights {since}; POST /finish_weight_update ends it"
+                return _answer(asker, operation, text)
+            case ops.BeginUpdate():
+                self._trainer = _Trainer(now)
+                return _answer(asker, operation)
+            case ops.UpdateWeights(source=source):
+                return self._check(asker, operation, source or self.current.source or self._start, now)
+            case _ if self._trainer is None:
+                return _answer(asker, operation, BEGIN_FIRST)
+            case ops.StageWeights(source=source):
+                return self._check(asker, operation, source, now)
+            case ops.FinishUpdate(name=name, keep_kv=keep_kv, drop=drop):
+                staged, self._trainer = self._trainer.staged, None
+                if drop or staged is None:
+                    self.current = self.current if drop or not name else replace(self.current, name=name)
+                    return _answer(asker, operation)
+                self._update = _Update(asker, operation, staged[0])
+                return self._take(self._update, staged[1], name, keep_kv, now)
+        raise TypeError(f"no operation on weights: {operation.action}")
+
+    def _check(self, asker: Identity, operation: Operation, source: str, now: float) -> list[Send]:
+        self._update = _Update(asker, operation, source)
+        return self._ask(Operation(OperationId(f"{operation.id}-check"), CheckWeights(source)), now)
+
+    def _take(self, update: _Update, digest: str, name: str, keep_kv: bool, now: float) -> list[Send]:
+        update.before, self._highest = self.current, self._highest + 1
+        self.current = WeightsVersion(self._highest, name, update.source, digest)
+        return self._ask(Operation(OperationId(f"{update.operation.id}-use"), UseWeights(self.current, keep_kv)), now)
+
+    # --- what ranks answer ---
+
+    def done(self, done: OperationDone, now: float) -> list[Send]:
+        """All ranks have answered."""
+        update = self._update
+        if update is None or not done.id.startswith(update.operation.id):
+            return []
+        if update.before is None and not done.error:
+            return self._checked(update, {json.decode(one, type=str) for one in done.results}, now)
+        self._update = None
+        if update.before is not None and done.error:
+            self._highest += 1
+            self.current = replace(update.before, number=self._highest)
+        return _answer(update.asker, update.operation, done.error)
+
+    def _checked(self, update: _Update, digests: set[str], now: float) -> list[Send]:
+        if len(digests) != 1:
+            self._update = None
+            text = f"{update.source}: hosts see different files there, or files with different times"
+            return _answer(update.asker, update.operation, text)
+        match update.operation.action:
+            case ops.UpdateWeights(name=name, keep_kv=keep_kv):
+                return self._take(update, digests.pop(), name, keep_kv, now)
+        self._update = None
+        if self._trainer is None:
+            return _answer(update.asker, update.operation, BEGIN_FIRST)
+        self._trainer.staged = (update.source, digests.pop())
+        return _answer(update.asker, update.operation)
+
+    # --- ranks ---
+
+    def judged(self, load: Load) -> Load:
+        """A rank's word: while it has other weights than the mesh, it serves nobody."""
+        found = load.weights
+        if found is not None and found.number > self._highest:
+            self._highest, self.current = found.number, found
+        if found is None or not load.serving or found.is_same(self.current):
+            return load
+        return replace(load, serving=False)
+
+    def catch_up(self, ranks: Mapping[Identity, Rank], now: float) -> list[Send]:
+        """Asks ranks of another version, or that call it otherwise, to take the mesh's; each after a while again."""
+        if self._update is not None:
+            return []
+        sends: list[Send] = []
+        for identity, rank in ranks.items():
+            found = None if rank.load is None else rank.load.weights
+            if found is None or found == self.current:
+                continue
+            version, at = self._asked_at.get(identity, (None, 0.0))
+            if version != self.current or now >= at + ASK_AGAIN_S:
+                self._asked_at[identity] = self.current, now
+                name = f"weights-{self.current.number}-{rank.incarnation}-{now:.3f}"
+                sends.append(Send(identity, Operation(OperationId(name), UseWeights(self.current))))
+        return sends
+
+
+def _answer(asker: Identity, operation: Operation, error: str = "") -> list[Send]:
+    return [] if asker == COORDINATOR else [Send(asker, OperationDone(operation.id, error))]
