@@ -23,6 +23,7 @@ from meshlm.protocol.edges.kv import (
 from meshlm.protocol.edges.step import Reset, StepPlan, StepResult, WorkerReady
 from meshlm.protocol.kv import ChunkedAttention, RecurrentState, SlidingWindow
 from meshlm.protocol.operations import CallWorkers, Operation, OperationDone
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.workers.kv.mirror import PrefixCacheMirror
@@ -60,17 +61,23 @@ class Worker:
         self.copies: list[Copy] = []
         self.names: dict[int, bytes] = {}  # its namespace when a copy was begun, by number
         self.session = 0
-        self.version = b"v" * 16
-        self.done: set[str] = set()
+        self.weights = WeightsVersion()
+        self.done: dict[str, WeightsVersion] = {}
         self.left: list[LeavePages] = []
+
+    @property
+    def version(self) -> bytes:
+        """Of what its pages hold: its namespace."""
+        return sha256(self.weights.key).digest()[:16] if self.weights.key else b"v" * 16
 
     def ready(self) -> WorkerReady:
         world = self.world
         memory = PageMemory(self.path, world.num_pages, ())
         facts = (self.session, world.num_pages, BLOCK, 8, 16, 3, *self.mirror.columns())
         server = ("h", 100 + self.identity.index) if world.config.transfer is not None else None
-        told = {"page_bytes": 64, "namespace": self.version, "pages": memory, "page_server": server}
-        return WorkerReady(*facts, kv_specs=world.specs, **told)  # type: ignore[arg-type]
+        told: dict[str, Any] = {"page_bytes": 64, "namespace": self.version, "pages": memory, "page_server": server}
+        told["weights"] = self.weights
+        return WorkerReady(*facts, kv_specs=world.specs, **told)
 
     def take(self, message: Any) -> list[Any]:
         """Its answers."""
@@ -79,6 +86,7 @@ class Worker:
                 self.copies.clear()
                 self.rows.clear()
                 self.session = message.session
+                self.weights = message.weights or self.weights
                 return [self.ready()]
             case StepPlan():
                 return [self.run(message)]
@@ -92,11 +100,12 @@ class Worker:
             case LeavePages():
                 self.left.append(message)
             case Operation():
-                if isinstance(message.action, CallWorkers) and message.id not in self.done:
-                    self.version = sha256(self.version + message.id.encode()).digest()[:16]
-                self.done.add(message.id)
                 self.mirror.reset_prefix_cache()
-                return [OperationDone(message.id)]
+                if not isinstance(message.action, CallWorkers):
+                    return [OperationDone(message.id)]
+                if self.done.get(message.id) != self.weights:  # as the real one: it has lost what the call changed
+                    self.weights = self.done[message.id] = self.weights.after_call(message.id)
+                return [OperationDone(message.id, weights=self.done[message.id])]
         return []
 
     def find(self, asked: FindPages) -> PagesFound:
