@@ -25,7 +25,7 @@ from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import Admit, EngineRequest, Load, Refused
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import OfCoordinator, Operation, OperationDone, Pause, Resume
+from meshlm.protocol.operations import CallWorkers, OfCoordinator, Operation, OperationDone, Pause, Resume
 from meshlm.protocol.sleeping import AWAKE, Sleeping
 from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
@@ -154,6 +154,8 @@ class Coordinator:
             self.router.set_roles(counts_of(text)["prefill"])
 
     def _ask(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
+        if isinstance(operation.action, CallWorkers) and (why := self.weights.no_call(self.ranks.values())):
+            return [Send(asker, OperationDone(operation.id, why))]
         if self.resting is not None and self.resting.takes(operation.action):
             return self.resting.wait(asker, operation, now)
         return self._ask_ranks(asker, operation, now)

@@ -10,7 +10,7 @@ was ever heard of, by a call into its workers, gives it to the mesh: the others 
 A trainer may take its time between the halves (BeginUpdate, StageWeights, FinishUpdate). Others are refused meanwhile.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from msgspec import Struct, json
 from msgspec.structs import replace
@@ -146,6 +146,16 @@ class Weights:
         return _answer(update.asker, update.operation)
 
     # --- ranks ---
+
+    def no_call(self, ranks: Iterable[Rank]) -> str:
+        """Why no method of workers may be called, which might change the weights; empty: it may. All ranks begin with one version."""
+        if self._update is not None:
+            return f"the weights are being updated: {self.updating}"
+        for rank in ranks:
+            load = rank.load
+            if load is not None and (load.behind or not self.current.is_same(load.weights or self.current)):
+                return f"{rank.identity} has other weights than the mesh; {load.behind or 'it is about to read them'}"
+        return ""
 
     def judged(self, load: Load) -> Load:
         """A rank's word: while it has other weights than the mesh, it serves nobody."""
