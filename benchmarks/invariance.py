@@ -228,16 +228,16 @@ def of_tile(name: str, x: Tensor, weights: list[Tensor]) -> dict[str, Any]:
 
 
 def of_attention_tiles(heads: tuple[int, int, int], n: int, context: int) -> dict[str, Any]:
-    """Decodes of one layer: microseconds by stages and programs of a context, beside the usual kernel."""
+    """Decodes of one layer: microseconds by tile and programs of a context, beside the usual kernel."""
     num, kv_heads, dim = heads
     step = PagedStep.random([(context - 1, 1)] * n, heads, 16, DTYPE, GPU)
     workspace, out = invariant.Workspace(GPU), torch.empty_like(step.query)
     times = {}
-    for stages, programs in product((3, 5, 7), (None, 1, 2, 4)):
+    for tile, programs in product(((16, 4, 3), (16, 4, 5), (32, 4, 3), (64, 8, 3)), (None, 1, 2, 4)):
         run = partial(
-            invariant.attention, *step[:4], 0.1, out, workspace, longest=4096, decodes=True, stages=stages, programs=programs
+            invariant.attention, *step[:4], 0.1, out, workspace, longest=4096, decodes=True, tile=tile, programs=programs
         )  # fmt: skip
-        times[f"{stages} stages, {programs} programs"] = round(microseconds(run, 5), 1)
+        times[f"{tile} {programs} programs"] = round(microseconds(run, 5), 1)
     splits, block_n, warps, stages = attention_tiles.decode_tiles(n * kv_heads, 4096, GPU, num // kv_heads, dim)
     room = decode_workspace(n, num, kv_heads, dim, splits, GPU)
     usual = partial(decode, *step[:4], 0.1, out, room, splits, block_n=block_n, warps=warps, stages=stages)
@@ -246,11 +246,24 @@ def of_attention_tiles(heads: tuple[int, int, int], n: int, context: int) -> dic
     return {"attention": heads, "n": n, "context": context, "floor_us": floor, "us": times}
 
 
+def of_prompt_tiles(heads: tuple[int, int, int], tokens: int) -> dict[str, Any]:
+    """A prompt of one layer: microseconds by tile, beside the usual kernel without its projection."""
+    step = PagedStep.random([(0, tokens)], heads, 16, DTYPE, GPU)
+    workspace, out = invariant.Workspace(GPU), torch.empty_like(step.query)
+    times = {}
+    for tile in ((32, 4, 3), (32, 4, 5), (64, 8, 3), (64, 4, 3)):
+        run = partial(invariant.attention, *step[:4], 0.1, out, workspace, longest=tokens, tile=tile)
+        times[str(tile)] = round(microseconds(run, 3), 1)
+    times["default"] = round(microseconds(partial(prefill, *step[:4], 0.1, out), 3), 1)
+    return {"attention": heads, "prompt": tokens, "us": times}
+
+
 def of_tiles(models: Sequence[str]) -> Iterator[dict[str, Any]]:
     """64 rows with each tile, the fastest first, beside what a server without the mode does; weights come from memory."""
     for model in models:
         for n, context in ((64, 1100), (1, 1100), (16, 1100), (64, 3900), (256, 1100)):
             yield of_attention_tiles(HEADS[model], n, context)
+        yield from (of_prompt_tiles(HEADS[model], tokens) for tokens in (512, 8192))
         for name, (outputs, inputs) in WEIGHTS[model].items():
             copies = max(1, min(8, (256 << 20) // (2 * outputs * inputs)))
             weights = [torch.randn(outputs, inputs, device=GPU, dtype=DTYPE) / inputs**0.5 for _ in range(copies)]

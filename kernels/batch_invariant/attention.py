@@ -2,12 +2,14 @@
 
     out = softmax(q k^T scale + mask) v        (Vaswani et al. 2017, section 3.2.1)
 
-One kernel for all. A program has a tile of 64 lines (queries x query heads of a kv head) and reads keys from their pages in tiles that
-begin at multiples of BLOCK_N, in splits that begin at multiples of SPLIT: absolute positions, which no step moves. Each split has a
-maximum, a sum and a weighted sum of its own (Dao et al. 2022, algorithm 1), and splits are put together in their order, by the same
-arithmetic in registers (one program has the whole context) as from memory (several share it, and the last one combines). A key
-that a query does not see weighs zero and changes no bit. Contractions of products and sums are off, and all tiles have the same
-layout, so that each variant computes the same.
+One kernel for all. A program has a tile of lines (queries x query heads of a kv head) and reads keys from their pages in tiles
+that begin at multiples of KEYS, in splits that begin at multiples of SPLIT: absolute positions, which no step moves. Each split
+has a maximum, a sum and a weighted sum of its own (Dao et al. 2022, algorithm 1), and splits are put together in their order, by
+the same arithmetic in registers (one program has the whole context) as from memory (several share it, and the last one combines).
+A key that a query does not see weighs zero and changes no bit. Scores are k q^T, keys by lines, and results v^T p: the 64 keys,
+and the numbers of a head, are the rows of tensor core products, which Hopper multiplies by one instruction (wgmma) for any number
+of lines, so a decode has few. Sums over keys go over the rows of a tile, whose order does not depend on its lines, and
+contractions of products and sums are off.
 """
 
 import torch
@@ -18,22 +20,21 @@ from torch import Tensor
 from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 
-LINES = 64  # of a tile: the fewest that Hopper multiplies by wgmma
 KEYS, SPLIT = 64, 512
-WARPS, STAGES = 4, 5
-WAVE = 2  # programs that a multiprocessor runs at once
+DECODED, PROMPTS = (16, 4, 3), (32, 4, 3)  # lines of a tile, if a kv head has no more query heads; warps, stages
+WAVE = {16: 3}  # programs that a multiprocessor runs at once, by the lines of a tile; else 2
 MOST_FLOATS = 1 << 24  # of the workspace for contexts that several programs share
 LARGEST_DIM = 128
 
 
 @triton.jit
 def _put_together(top, total, result, m, l, acc):
-    """Two parts of a context, the earlier one first: maximum, sum and weighted sum, scores in powers of two."""
+    """Two parts of a context, the earlier one first: maximum, sum and weighted sum [d, lines], scores in powers of two."""
     higher = tl.maximum(top, m)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     of_first, of_second = tl.exp2(top - base), tl.exp2(m - base)
     total = total * of_first + l * of_second
-    result = result * of_first[:, None] + acc * of_second[:, None]
+    result = result * of_first[None, :] + acc * of_second[None, :]
     return higher, total, result
 
 
@@ -81,17 +82,18 @@ def _attention(
     nth_q = nth + line // GROUP
     head = kv * (HEADS // KV_HEADS) + line % GROUP
     real = (nth_q < count) & (line % GROUP < HEADS // KV_HEADS)
-    inside = real[:, None] & (d < DIM)[None, :]
+    inside = (d < DIM)[:, None] & real[None, :]
     at_query = (before + nth_q).to(tl.int64) * HEADS + head
     query_at = start + nth_q
-    q = tl.load(query + at_query[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+    lines = at_query[None, :] * DIM + d[:, None]  # [d, lines], as all that follows
+    q = tl.load(query + lines, mask=inside, other=0.0)
     top = tl.full((LINES,), float("-inf"), tl.float32)
     total = tl.zeros((LINES,), tl.float32)
-    result = tl.zeros((LINES, BLOCK_D), tl.float32)
+    result = tl.zeros((BLOCK_D, LINES), tl.float32)
     for split in range(first_split + nth_program, first_split + num_splits, programs):
         m = tl.full((LINES,), float("-inf"), tl.float32)
         l = tl.zeros((LINES,), tl.float32)
-        acc = tl.zeros((LINES, BLOCK_D), tl.float32)
+        acc = tl.zeros((BLOCK_D, LINES), tl.float32)
         first = tl.maximum(split * SPLIT, oldest // KEYS * KEYS)
         for begin in tl.range(first, tl.minimum((split + 1) * SPLIT, last), KEYS, num_stages=STAGES):
             at = begin + tl.arange(0, KEYS)
@@ -102,27 +104,27 @@ def _attention(
             place = (((page * PAGE + at % PAGE) * KV_HEADS + kv) * DIM)[:, None] + d[None, :]
             known = there[:, None] & (d < DIM)[None, :]
             k = tl.load(keys + place, mask=known, other=0.0)
-            s = tl.dot(q, k.T) * scale
-            seen = (at[None, :] <= query_at[:, None]) & there[None, :]
+            s = tl.dot(k, q) * scale
+            seen = (at[:, None] <= query_at[None, :]) & there[:, None]
             if WINDOW:
-                seen = seen & (at[None, :] > query_at[:, None] - window)
+                seen = seen & (at[:, None] > query_at[None, :] - window)
             s = tl.where(seen, s, float("-inf"))
-            higher = tl.maximum(m, tl.max(s, axis=1))
+            higher = tl.maximum(m, tl.max(s, axis=0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s - base[:, None])
+            p = tl.exp2(s - base[None, :])
             fade = tl.exp2(m - base)
-            l = l * fade + tl.sum(p, axis=1)
+            l = l * fade + tl.sum(p, axis=0)
             v = tl.load(values + place, mask=known, other=0.0)
-            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+            acc = tl.dot(v.T, p.to(v.dtype), acc * fade[None, :])
             m = higher
         if SLOTS:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
             if busy > 1:
                 slot = at_query * SLOTS + split
-                tl.store(parts + slot[:, None] * DIM + d[None, :], acc, mask=inside)
+                tl.store(parts + slot[None, :] * DIM + d[:, None], acc, mask=inside)
                 tl.store(sums + slot * 2, m, mask=real)
                 tl.store(sums + slot * 2 + 1, l, mask=real)
         top, total, result = _put_together(top, total, result, m, l, acc)
-    to = out + at_query[:, None] * DIM + d[None, :]
+    to = out + lines
     alone = True
     if SLOTS:
         alone = busy == 1
@@ -133,17 +135,17 @@ def _attention(
                 tl.store(counter, 0)
                 top = tl.full((LINES,), float("-inf"), tl.float32)
                 total = tl.zeros((LINES,), tl.float32)
-                result = tl.zeros((LINES, BLOCK_D), tl.float32)
+                result = tl.zeros((BLOCK_D, LINES), tl.float32)
                 for split in range(first_split, first_split + num_splits):
                     slot = at_query * SLOTS + split
                     m = tl.load(sums + slot * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
                     l = tl.load(sums + slot * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-                    part = parts + slot[:, None] * DIM + d[None, :]
+                    part = parts + slot[None, :] * DIM + d[:, None]
                     acc = tl.load(part, mask=inside, other=0.0, cache_modifier=".cg")
                     top, total, result = _put_together(top, total, result, m, l, acc)
                 alone = True
     if alone:
-        result = result / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = result / tl.where(total == 0.0, 1.0, total)[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -156,37 +158,39 @@ class Workspace:
         self.counters = torch.zeros(1 << 12, dtype=torch.int32, device=device)
 
 
-def programs_of(tiles: int, kv_heads: int, splits: int, floats: int, device: torch.device) -> int:
+def programs_of(tiles: int, kv_heads: int, splits: int, floats: int, device: torch.device, lines: int) -> int:
     """Programs that share the context of a tile of queries, so that the GPU is full: each choice gives the same bits. floats: of
     workspace that sharing takes."""
-    each = WAVE * pdl.multiprocessors(device) // (tiles * kv_heads)
+    each = WAVE.get(lines, 2) * pdl.multiprocessors(device) // (tiles * kv_heads)
     return min(each, splits) if each > 1 and floats <= MOST_FLOATS else 1
 
 
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, at: Columns, scale: float, out: Tensor, workspace: Workspace, *,
-    longest: int, decodes: bool = False, window: int = 0, programs: int | None = None, stages: int = STAGES,
+    longest: int, decodes: bool = False, window: int = 0, programs: int | None = None,
+    tile: tuple[int, int, int] | None = None,
 ) -> None:  # fmt: skip
     """query, out [t, heads, d] of the requests of the columns; keys, values [blocks, page, kv_heads, d], with those of this step.
 
     longest: tokens of a context at the most, whatever the step. decodes: each request has at most one token. window: the last keys that
-    a query sees; 0: all. programs, stages: for tests and benches, which hold
-    that no bit depends on them."""
+    a query sees; 0: all. programs, tile (lines, warps, stages): for tests and benches, which hold that no bit depends on them."""
     tokens, heads, dim = query.shape
     _, page, kv_heads, _ = keys.shape
     group = triton.next_power_of_2(heads // kv_heads)
-    tiles = at.n if decodes else tokens // (LINES // group) + at.n
+    lines, warps, stages = tile or (DECODED if decodes else PROMPTS)
+    lines = max(group, lines)
+    tiles = at.n if decodes else tokens // (lines // group) + at.n
     splits = triton.cdiv(longest, SPLIT)
     used = tokens * heads * splits
     if programs is None:
-        programs = programs_of(tiles, kv_heads, splits, used * (dim + 2), query.device)
+        programs = programs_of(tiles, kv_heads, splits, used * (dim + 2), query.device, lines)
     assert programs == 1 or (used * (dim + 2) <= MOST_FLOATS and tiles * kv_heads <= len(workspace.counters))
     parts, sums = workspace.floats[: used * dim], workspace.floats[used * dim :]
     _attention[(kv_heads, tiles, programs)](
         query, keys, values, out, parts, sums, workspace.counters, at.blocks, at.blocks.stride(0), at.rows, at.starts, at.ends,
         at.n, scale * 1.4426950408889634, window,
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, LINES=LINES, KEYS=KEYS,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAGE=page, GROUP=group, LINES=lines, KEYS=KEYS,
         BLOCK_D=triton.next_power_of_2(dim), SPLIT=SPLIT, SLOTS=splits if programs > 1 else 0, DECODES=decodes,
-        WINDOW=window > 0, SEARCH=256, STAGES=stages, enable_fp_fusion=False, num_warps=WARPS, num_stages=stages,
+        WINDOW=window > 0, SEARCH=256, STAGES=stages, enable_fp_fusion=False, num_warps=warps, num_stages=stages,
         **pdl.options(query),
     )  # fmt: skip

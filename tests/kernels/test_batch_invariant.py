@@ -75,19 +75,20 @@ def test_no_rows() -> None:
     assert gemm.gemm(torch.empty(0, 64, device=DEVICE), torch.empty(32, 64, device=DEVICE)).shape == (0, 32)
 
 
-CONTEXTS = [1, 63, 64, 65, 512, 513, 1100]
+CONTEXTS = [1, 63, 64, 65, 512, 513, 1100] if ON_GPU else [1, 65, 530]
 LONGEST = 2048
-HEADS = 6, 2, 32  # groups of three: lines of a tile that are no query's
+HEADS = 6, 2, 128 if ON_GPU else 16  # groups of three: lines of a tile that are no query's
 
 
 def attend(
-    step: PagedStep, at: Columns, query: torch.Tensor, programs: int | None, *, decodes: bool, window: int
-) -> torch.Tensor:
+    step: PagedStep, at: Columns, query: torch.Tensor, programs: int | None, *, decodes: bool, window: int,
+    tile: tuple[int, int, int] | None = None,
+) -> torch.Tensor:  # fmt: skip
     out = torch.full_like(query, torch.nan)
     workspace = invariant.Workspace(torch.device(DEVICE))
     invariant.attention(
         query, step.keys, step.values, at, 0.2, out, workspace, longest=LONGEST, decodes=decodes, window=window,
-        programs=programs,
+        programs=programs, tile=tile,
     )  # fmt: skip
     assert not workspace.counters.any()
     return out
@@ -108,7 +109,10 @@ def test_a_query_is_the_same_in_a_decode_a_prompt_and_any_chunk(window: int) -> 
     for programs in (None, 1, 2, 3):
         assert same(attend(step, alone, step.query[last], programs, decodes=True, window=window), expected)
         assert same(attend(step, alone, step.query[last], programs, decodes=False, window=window), expected)
-    for most in (5, 40, 200):
+    for tile in ((64, 8, 3), (64, 4, 3), (32, 4, 5)):
+        assert same(attend(step, at, step.query, None, decodes=False, window=window, tile=tile)[last], expected), tile
+        assert same(attend(step, alone, step.query[last], 2, decodes=True, window=window, tile=tile), expected), tile
+    for most in (5, 200):
         counts = torch.minimum(lengths, torch.full_like(lengths, most))
         query = torch.cat([step.query[end - count + 1 : end + 1] for end, count in zip(last, counts, strict=True)])
         chunk = Columns(at.rows, lengths - counts, counts.cumsum(0).int(), at.n, at.blocks)
@@ -146,10 +150,11 @@ def test_programs_fill_the_gpu() -> None:
     """As many as it runs at once, no more than there are splits; one where the workspace is too small."""
     of = invariant.programs_of
     multiprocessors = 8 if not ON_GPU else torch.cuda.get_device_properties(0).multi_processor_count
-    assert of(1, 2, 64, 1000, torch.device(DEVICE)) == min(64, multiprocessors)
-    assert of(1, 2, 3, 1000, torch.device(DEVICE)) == 3
-    assert of(1, 2, 64, 1 << 25, torch.device(DEVICE)) == 1
-    assert of(10_000, 8, 64, 1000, torch.device(DEVICE)) == 1
+    device = torch.device(DEVICE)
+    assert of(1, 2, 64, 1000, device, 32) == min(64, multiprocessors)
+    assert of(1, 2, 3, 1000, device, 16) == 3
+    assert of(1, 2, 64, 1 << 25, device, 16) == 1
+    assert of(10_000, 8, 64, 1000, device, 16) == 1
 
 
 def test_columns_of_any_width() -> None:
