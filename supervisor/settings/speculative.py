@@ -27,7 +27,7 @@ ABSENT = {
     "extract_hidden_states": "hidden states are not given out",
     "custom_class": "a drafter of another package is an entry point of meshlm.drafters, whose name is the method",
 }
-ON_GPU = ("ngram",)
+ON_GPU = ("ngram", "draft_model", "mtp", "eagle", "eagle3")
 OF_MODEL = ("draft_model", "eagle", "eagle3")  # methods of another model
 _ANY = 1 << 30
 # Key -> the kind of its number, and from where to where it may be.

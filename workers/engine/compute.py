@@ -47,6 +47,7 @@ class Compute:
         self.attention = attention
         self.caches: list[LayerCache] = []
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
+        self.last_states = torch.empty(0)  # [most, hidden], where they are read after a step: of its tokens
 
     def eager(self, step: StepColumns, cut: int = 0, extras: Sequence[StepExtra[Tensor]] = ()) -> Tensor:
         """A step as it is; hidden states of all its tokens. cut: tokens of its first half, if halves take turns. extras: of its rows,
@@ -88,4 +89,6 @@ class Compute:
             batch.adapters.check()
         if not self._is_last:
             intermediate_tensors.copy_(hidden)
+        if len(self.last_states):
+            self.last_states[: len(hidden)].copy_(hidden)
         return hidden

@@ -87,6 +87,7 @@ class ModelEngine:
         if config.worker.profile_layers:
             mark_layers(self.model, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop)
         tokens, hidden = max(resolved.max_num_batched_tokens + 2, MIXED_TOKENS[0]), resolved.spec.hidden_size
+        self.most_tokens = tokens  # of a step, padded
         self.comm = placement.connect(device, self.dtype, tokens, hidden)
         for model in self.models:
             model.join(self.comm)
@@ -353,10 +354,9 @@ class ModelEngine:
         graphs = key.graphs(pause=any(extra.needs_pause for extra in extras)) if key is not None else ()
         if self.balancer is not None:
             self.balancer.before_step(asked=rebalance)
-        size = step.n if key is None else key.requests
-        self.inputs.send(step, size, changes, segments, places)
+        self.inputs.send(step, step.n if key is None else key.requests, changes, segments, places)
         if self.verification is not None:
-            self.verification.place(step, size)
+            self.verification.place(step, key)
         if not self._is_first:
             self.comm.receive(self.intermediate_tensors[: step.t])
         for each in graphs:

@@ -69,6 +69,7 @@ class TritonInputs:
         self.verified: Columns | None = None  # where drafts are verified: the requests of the step
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._tables = rows.block_tables.unbind()
+        self._each: Tensor | None = None  # 1, 2, ... so many as there are rows
 
     @property
     def _changes_at(self) -> int:
@@ -169,15 +170,43 @@ class TritonInputs:
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         return halves_of(batch, cut)
 
+    def decodes(self, rows: Tensor, starts: Tensor) -> StepInputs:
+        """A token of each of these rows, int32 [n], at these places; nobody samples."""
+        if self._each is None:
+            self._each = torch.arange(1, self._rows.table.num_rows + 1, dtype=torch.int32, device=self._device)
+        n = len(rows)
+        columns = Columns(rows, starts, self._each[:n], n, self._tables[0])
+        input_ids, positions, slots = self._tokens(columns, n)
+        return StepInputs(
+            input_ids=input_ids,
+            positions=positions,
+            slot_mapping=tuple(slots),
+            block_tables=self._tables,
+            logits_indices=None,
+            num_decodes=n,
+            columns=columns,
+        )
+
+    def following(self, batch: StepInputs) -> Tensor:
+        """int64 [t]: behind each token of a batch, the next one of its row."""
+        assert batch.columns is not None
+        at = batch.columns
+        return self._tokens(Columns(at.rows, at.starts + 1, at.ends, at.n, at.blocks), len(batch.input_ids))[0]
+
+    def _tokens(self, of: Columns, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, positions [count] and slots [groups, count] of the columns' tokens, padded."""
+        tables, block_size = self._rows.block_tables, self._rows.block_size
+        ids = torch.empty(2 + len(tables), aligned(count), dtype=torch.int64, device=tables.device)
+        out = (ids[0, :count], ids[1, :count], ids[2:, :count])
+        prepare_inputs(of.rows, of.starts, of.ends, of.n, self._rows.tokens, tables, block_size, out)
+        return out
+
     def _batch(self, sizes: tuple[int, int], num_decodes: int, count: int, *, padded: bool) -> StepInputs:
         """Makes a batch of so many requests with so many tokens, of which the `count` that are named in `places` sample."""
         size, tokens = sizes
         rows, starts, ends, places = self.columns(size)
-        tables, block_size = self._rows.block_tables, self._rows.block_size
-        ids = torch.empty(2 + len(tables), aligned(tokens), dtype=torch.int64, device=tables.device)
-        input_ids, positions, *slots = (line[:tokens] for line in ids)
-        out = (input_ids, positions, ids[2:, :tokens])
-        prepare_inputs(rows, starts, ends, size, self._rows.tokens, tables, block_size, out)
+        columns = Columns(rows, starts, ends, size, self._tables[0])
+        input_ids, positions, slots = self._tokens(columns, tokens)
         last = None
         if count:
             places = places[:count]
@@ -191,7 +220,7 @@ class TritonInputs:
             block_tables=self._tables,
             logits_indices=last,
             num_decodes=num_decodes,
-            columns=Columns(rows, starts, ends, size, self._tables[0]),
+            columns=columns,
             places=places if count else None,
             vectors=None if self._rows.vectors is None else self._rows.vectors[:tokens],
         )

@@ -52,7 +52,7 @@ from meshlm.workers.rows.changes import NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.shared_prefixes import PrefixTables
 from meshlm.workers.rows.step_columns import StepColumns, columns_of
-from meshlm.workers.speculative.device_drafter import device_drafter_of
+from meshlm.workers.speculative.device_drafters import device_drafter_of
 from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
 from meshlm.workers.states.torch_states import WrongStates
 
@@ -76,7 +76,7 @@ class TritonKit(TorchKit):
     def verification(self, engine: ModelEngine) -> DeviceVerification | None:
         config = engine.config.speculative
         if config.method:
-            drafter = device_drafter_of(engine.rows, config)
+            drafter = device_drafter_of(engine, self._inputs, self._head)
             self._verification = DeviceVerification(config, drafter, engine.rows, self._inputs)
         return self._verification
 
@@ -230,6 +230,9 @@ class TritonKit(TorchKit):
         self._self_test_cache(engine)
         self._self_test_attention(engine, launched=True)
         self._warm_up(engine)
+        if self._verification is not None:
+            with torch.inference_mode():
+                self._verification.drafter.warm_up(engine.resolved.max_num_batched_tokens)
         if engine.spec.state is not None:
             self._self_test_states(engine)
         if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.executor is None:

@@ -283,7 +283,9 @@ class Decoder(nn.Module):
     def _leave(self, x: PartialSum, behind: int) -> PartialSum:
         state = self.state(x)
         places = self.tapped[: len(state)].unflatten(1, (len(self._taps), -1))
-        places[:, [place for place, layers in enumerate(self._taps) if layers == behind]] = state[:, None]
+        for place, layers in enumerate(self._taps):
+            if layers == behind:
+                places[:, place].copy_(state)
         return PartialSum(state)
 
     def normed(self, x: PartialSum) -> Tensor:

@@ -4,6 +4,7 @@ Logits of a batch are made in chunks of LINES through one buffer, inside CUDA gr
 ids, many biased ones) is done again for those requests alone, by the general sampler. Owned by the engine; used by the stepper thread.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,7 @@ class LogitsSampler:
         self.logits = torch.empty(lines, vocab, dtype=dtype, device=device)
         self.hidden = torch.empty(count, model.spec.hidden_size, dtype=dtype, device=device)
         self.sampled = torch.zeros(count, dtype=torch.int32, device=device)
+        self._drawn, self.vocab_size = torch.zeros_like(self.sampled), vocab
         self._order = torch.arange(count, dtype=torch.int32, device=device)
         self._counts = penalties.workspace(lines, vocab, device)
         self._top_k_top_p_workspace = truncation.workspace(lines, vocab, dtype, device)
@@ -141,6 +143,17 @@ class LogitsSampler:
         """As `choose`, for so many hidden states that were kept, with masks."""
         self._choose(self.hidden[:count], columns, places, masked=True)
 
+    def draw(
+        self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], logits_of: Callable[[Tensor, Tensor], None]
+    ) -> None:
+        """A token for each of the requests, written behind its row, of logits that another model makes, [l, vocab] into the second
+        tensor, by the rows' own parameters and draws."""
+        for begin in range(0, len(hidden), self._lines):
+            end = min(begin + self._lines, len(hidden))
+            logits, named = self.logits[: end - begin], self._order[begin:end]
+            logits_of(hidden[begin:end], logits)
+            self._choose_of(logits, columns, named, not begin, self._drawn[begin:])
+
     def _choose(
         self, hidden: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor | None, *, masked: bool
     ) -> None:
@@ -165,6 +178,12 @@ class LogitsSampler:
         self._model.logits(hidden, out=logits)
         if masks is not None:
             token_mask(logits, masks, self._masks.words)
+        self._choose_of(logits, columns, places, in_order, out)
+
+    def _choose_of(
+        self, logits: Tensor, columns: tuple[Tensor, Tensor, Tensor], places: Tensor, in_order: bool, out: Tensor
+    ) -> None:
+        """See `_choose_chunk`; changes the logits."""
         some = None if in_order else places
         lens, tokens = self._sampling.prompt_lens, self._sampling.tokens
         penalties.penalise(logits, columns, places, self._penalties, self._edits, lens, tokens, self._counts)

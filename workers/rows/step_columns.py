@@ -55,6 +55,7 @@ class Verified(NamedTuple):
     starts: I32  # [m] where a decode's tokens begin in its row; -1: at its last known token
     firsts: I32  # [m] the first line of logits
     drafts: I32  # [m] -1: it does not sample
+    tokens: I32  # [m] place among the step's tokens of the first that samples
     origins: I64  # [n] place in the plan of each request of the step
     places: I64  # [s] in the plan, of those that sample ...
     lines: I32  # [s] ... and how many lines of logits each has

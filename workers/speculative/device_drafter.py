@@ -2,13 +2,14 @@
 how many there are. An engine has one at the most.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from meshlm.kernels.verify import kernel
 from meshlm.protocol.config.speculative import SpeculativeConfig
-from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import Verified
 
@@ -22,10 +23,25 @@ class DraftedRows(NamedTuple):
     host: Verified  # the same, as the host knows it
 
 
+class Kept(NamedTuple):
+    """What m requests of a step have got."""
+
+    rows: Tensor  # int32 [>= m]
+    firsts: Tensor  # int32 [>= m]: places of their first tokens that sample, among the step's
+    counts: Tensor  # int32 [>= m]: tokens that they got; 0: it did not sample
+    m: int
+
+
 class DeviceDrafter(Protocol):
     def draft(self, of: DraftedRows, found: Tensor) -> None:
         """Write drafts behind the known tokens of rows; found int32 [>= m] gets how many. All that may be drafted is verified, whatever
         stands there."""
+
+    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None:
+        """The model has computed a step, whose tokens `batch_of` gives, and what rows got stands in them."""
+
+    def warm_up(self, largest: int) -> None:
+        """Have all kernels compiled, once there are caches. largest: tokens of a step."""
 
 
 class DeviceNgram:
@@ -38,9 +54,8 @@ class DeviceNgram:
         known, tokens = self._rows.columns["num_known"], self._rows.tokens
         kernel.ngram(of.rows, of.drafts, known, tokens, found, of.m, self._shortest, self._longest)
 
+    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None:
+        """It reads rows alone."""
 
-def device_drafter_of(rows: DeviceRows, config: SpeculativeConfig) -> DeviceDrafter:
-    """ProcessFatal where no drafter of this method is there for a GPU."""
-    if config.method != "ngram":
-        raise ProcessFatal(f"--speculative-config: method {config.method} drafts nothing on a GPU so far; use ngram")
-    return DeviceNgram(rows, config)
+    def warm_up(self, largest: int) -> None:
+        """See `DeviceVerification.warm_up`."""

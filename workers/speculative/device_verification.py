@@ -6,6 +6,7 @@ host learns it with the tokens. A row for which the host must know each token be
 drafts nothing, so that its length is known. Used by the thread that steps.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +20,14 @@ from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.pending import Outcome, Timeline
+from meshlm.workers.graphs.keys import Key
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns, Verified, columns_of
 from meshlm.workers.rows.table import aligned
-from meshlm.workers.speculative.device_drafter import DeviceDrafter, DraftedRows
+from meshlm.workers.speculative.device_drafter import DeviceDrafter, DraftedRows, Kept
 from meshlm.workers.speculative.verification import SYNTHETIC_SALT
 from meshlm.workers.speculative.verifier import Verifier
 
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from meshlm.workers.engine.triton_inputs import TritonInputs
 
 MAX_LINES = 1024  # of rows with drafts in a step
-NUM_COLUMNS = 5
+NUM_COLUMNS = 6
 
 
 def device_lines(max_rows: int, num_drafts: int) -> int:
@@ -46,7 +49,7 @@ class DeviceVerification(Verifier):
     def __init__(
         self, config: SpeculativeConfig, drafter: DeviceDrafter, rows: DeviceRows, inputs: "TritonInputs"
     ) -> None:
-        self._drafter, self._rows, self._inputs = drafter, rows, inputs
+        self.drafter, self._rows, self._inputs = drafter, rows, inputs
         num_rows, device = rows.table.num_rows, rows.state.device
         self._is_told = np.zeros(num_rows, np.bool_)  # its matcher needs each token
         self._num_known = np.zeros(num_rows, np.int64)  # of rows whose tokens the host is told
@@ -56,6 +59,7 @@ class DeviceVerification(Verifier):
         self._entries = torch.zeros(aligned(rows.max_lines + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(2, self._stride, dtype=torch.int32, device=device)
         inputs.verified = Columns(*self._of_attention(), rows.max_rows, rows.block_tables[0])
+        self._key: Key | None = None  # of the last step's graph
         self._chance: tuple[Tensor, Tensor] | None = None
         if config.rejection_sample_method == "synthetic":
             rates = np.array((1.0, *config.synthetic_acceptance_rates))
@@ -116,14 +120,16 @@ class DeviceVerification(Verifier):
         decodes = step.num_decodes
         named = np.concatenate((np.arange(decodes), decodes + np.flatnonzero(samples[decodes:])))
         lines = np.where(samples, 1 + drafts, 0)[named]
-        tokens = np.where(named < decodes, 1 + drafts[named], 0)
-        at = samples[named]
+        of_decodes = np.where(named < decodes, 1 + drafts[named], 0)
+        lengths = step.counts + drafts
+        ends, at = lengths.cumsum(), samples[named]
         return Verified(
             rows=step.rows[named],
-            ends=tokens.cumsum().astype(np.int32),
+            ends=of_decodes.cumsum().astype(np.int32),
             starts=np.where(moves[named], -1, starts[named]).astype(np.int32),
             firsts=(lines.cumsum() - lines).astype(np.int32),
             drafts=np.where(at, drafts[named], -1).astype(np.int32),
+            tokens=np.where(np.arange(step.n) < decodes, ends - lengths, ends - 1)[named].astype(np.int32),
             origins=origins,
             places=named[at],
             lines=lines[at].astype(np.int32),
@@ -133,17 +139,18 @@ class DeviceVerification(Verifier):
         """Compiles all kernels; of a request without tokens, which gets none."""
         self._columns.zero_()
         self._columns[0], self._columns[4] = self._rows.max_rows, -1
-        rows, ends, starts, firsts, drafts = self._columns
+        rows, ends, starts, firsts, drafts, _ = self._columns
         of, none = self._rows.columns, np.zeros(1, np.int32)
-        nobody = Verified(none, none, none, none, none, np.arange(1), np.arange(1), none)
-        self._drafter.draft(DraftedRows(rows, drafts, 1, nobody), self.counts[1])
+        nobody = Verified(none, none, none, none, none, none, np.arange(1), np.arange(1), none)
+        self.drafter.draft(DraftedRows(rows, drafts, 1, nobody), self.counts[1])
         known, tokens, draws = of["num_known"], self._rows.tokens, (of["seed"], of["num_prompt_tokens"])
         kernel.place(rows, ends, known, tokens, starts, self._inputs.columns(1)[1], self._entries, 1)
         columns, counts = (rows, ends, firsts, drafts), self.counts[0]
         kernel.accept(columns, known, starts, self._entries, counts, counts, tokens, draws, 1, self._chance)
 
-    def place(self, step: StepColumns, size: int) -> None:
-        """The step's columns are on the device, padded to `size` requests: drafts, and says where tokens stand."""
+    def place(self, step: StepColumns, key: Key | None) -> None:
+        """The step's columns are on the device, padded as its graph is: drafts, and says where tokens stand."""
+        self._key = key
         verified = step.verified
         assert verified is not None
         m = len(verified.rows)
@@ -154,11 +161,11 @@ class DeviceVerification(Verifier):
         self._inputs.staging.send(host.ravel(), self._columns.view(-1))
         if not m:
             return
-        rows, ends, starts, _, drafts = self._columns
+        rows, ends, starts, _, drafts, _ = self._columns
         known, tokens = self._rows.columns["num_known"], self._rows.tokens
         if step.shows_drafts:
-            self._drafter.draft(DraftedRows(rows, drafts, m, verified), self.counts[1])
-        of_step = self._inputs.columns(size)[1]
+            self.drafter.draft(DraftedRows(rows, drafts, m, verified), self.counts[1])
+        of_step = self._inputs.columns(step.n if key is None else key.requests)[1]
         kernel.place(rows, ends, known, tokens, starts, of_step, self._entries, m)
 
     def accept(self, step: StepColumns, sampled: Tensor, hidden: Tensor | None, timeline: Timeline) -> Outcome:
@@ -168,14 +175,21 @@ class DeviceVerification(Verifier):
         m = len(verified.rows)
         if not m:
             return Outcome(timeline.fetch(sampled))
-        rows, ends, starts, firsts, drafts = self._columns
+        rows, ends, starts, firsts, drafts, tokens = self._columns
         of, known = self._rows.columns, self._rows.columns["num_known"]
         draws = of["seed"], of["num_prompt_tokens"]
         kernel.accept(
             (rows, ends, firsts, drafts), known, starts, self._entries, sampled, self.counts[0], self._rows.tokens, draws, m,
             self._chance,
         )  # fmt: skip
-        tokens = timeline.fetch(sampled)
+        self.drafter.computed(partial(self._batch, step), Kept(rows, tokens, self.counts[0], m))
+        found = timeline.fetch(sampled)
         if not step.shows_drafts:
-            return Outcome(tokens)
-        return Outcome(tokens, kept=timeline.fetch(self.counts[:, :m], more=True), verified=verified)
+            return Outcome(found)
+        return Outcome(found, kept=timeline.fetch(self.counts[:, :m], more=True), verified=verified)
+
+    def _batch(self, step: StepColumns) -> StepInputs:
+        """The last step's tokens, with padding where a graph computed them."""
+        if (key := self._key) is None:
+            return self._inputs.of_step(step)
+        return self._inputs.padded(key.requests, key.tokens, verified=key.drafts)

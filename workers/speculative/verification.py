@@ -17,6 +17,7 @@ from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.grammar import Grammar
 from meshlm.workers.engine.pending import Outcome, Timeline
+from meshlm.workers.graphs.keys import Key
 from meshlm.workers.output.sampler import uniforms
 from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.changes import NOTHING as UNCHANGED
@@ -85,7 +86,7 @@ class Verification(Verifier):
             self._drafter.computed(step, np.ones(len(places), np.int32) + drafted, NO_STATES)
         return step, UNCHANGED, 0
 
-    def place(self, step: StepColumns, size: int) -> None:
+    def place(self, step: StepColumns, key: Key | None) -> None:
         """The host has said where tokens stand."""
 
     def _draft(self, rows: I32, known: I64, most: I32) -> Drafts:

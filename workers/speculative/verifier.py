@@ -12,6 +12,7 @@ from meshlm.workers.rows.step_columns import StepColumns
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.pending import Outcome, Timeline
+    from meshlm.workers.graphs.keys import Key
 
 
 class Verifier(RowExtra[Any], ABC):
@@ -29,8 +30,8 @@ class Verifier(RowExtra[Any], ABC):
         """The step as the device computes it, and the changes of its rows that are to be applied with its columns."""
 
     @abstractmethod
-    def place(self, step: StepColumns, size: int) -> None:
-        """The step's columns are on the device, padded to `size` requests, and what changes in its rows."""
+    def place(self, step: StepColumns, key: "Key | None") -> None:
+        """The step's columns are on the device, and what changes in its rows. key: of the graph that computes it, if any does."""
 
     @abstractmethod
     def accept(self, step: StepColumns, sampled: Tensor, hidden: Tensor | None, timeline: "Timeline") -> "Outcome":

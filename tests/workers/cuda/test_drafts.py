@@ -1,7 +1,7 @@
 """Drafts on a GPU: rows are as long as the device alone knows, and their texts are those of plain steps but for rounding."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import numpy as np
@@ -20,9 +20,10 @@ if not torch.cuda.is_available():
 
 from engine_driver import engine
 
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import DraftedRows
+from meshlm.workers.speculative.device_drafter import DraftedRows, Kept
 from meshlm.workers.speculative.device_verification import DeviceVerification
 
 pytestmark = pytest.mark.gpu
@@ -45,6 +46,10 @@ class Scripted:
         self._rows = rows
         self.texts: dict[int, list[int]] = {}  # by row
         self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
+
+    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None: ...
+
+    def warm_up(self, largest: int) -> None: ...
 
     def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
         known = self._rows.columns["num_known"].tolist()
@@ -88,8 +93,8 @@ def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, kinds: tuple
     scripted.texts = {
         row: prompt + text.tokens for row, (prompt, text) in enumerate(zip(PROMPTS, expected, strict=True))
     }
-    usual, verification._drafter = verification._drafter, scripted
-    same = total = steps = 0
+    usual, verification.drafter = verification.drafter, scripted
+    same, total, steps = np.zeros(3, int), np.zeros(3, int), 0
     try:
         for seed in range(6):
             generator = np.random.default_rng(seed)
@@ -99,16 +104,18 @@ def test_any_drafts_give_the_text_of_plain_steps(made: ModelEngine, kinds: tuple
                 rows = [row for row in generator.permutation(3).tolist() if len(texts[row].tokens) < TOKENS]
                 add(texts, decode(made, rows, generator.integers(0, MOST + 1, len(rows)).tolist()), rows)
                 steps += 1
-            for text, wanted in zip(texts, expected, strict=True):
+            for nth, (text, wanted) in enumerate(zip(texts, expected, strict=True)):
                 length = min(len(text.tokens), len(wanted.tokens))
-                same, total = same + common(text.tokens[:length], wanted.tokens[:length]), total + length
+                same[nth] += common(text.tokens[:length], wanted.tokens[:length])
+                total[nth] += length
                 assert len(text.logprobs) in (0, len(text.tokens))
     finally:
-        verification._drafter = usual
-    least = 1.0 if made.config.worker.deterministic else 0.8
-    assert same >= least * total, f"{same} of {total} tokens"
+        verification.drafter = usual
+    # A draw is among all ids: each rounding moves it a little.
+    least = np.array([1.0 if made.config.worker.deterministic else 0.3 if kind == "seeded" else 0.75 for kind in kinds])
+    assert (same >= least * total).all(), f"{same} of {total} tokens"
     if "allowed" not in kinds:  # whose row drafts nothing
-        assert total > 1.5 * 3 * steps, "drafts are kept"
+        assert total.sum() > 1.5 * 3 * steps, "drafts are kept"
 
 
 def test_steps_are_planned_before_the_last_is_known(made: ModelEngine) -> None:

@@ -1,11 +1,9 @@
 """What a GPU computes of steps with drafts, by the interpreter: the text of plain steps, token by token, with its log-probabilities."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -14,26 +12,20 @@ import torch
 
 pytest.importorskip("triton")
 
-from at_once import AtOnce
 from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, tokens_of
 from drafted_steps import Text, add, begun, decode, plain, row_of, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted_engine import interpreted
 
-from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import StepId
-from meshlm.supervisor.settings import flags, resolve
-from meshlm.workers.attention.triton_backend import TritonBackend
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.engine import ModelEngine
-from meshlm.workers.engine.kit import TorchKit
-from meshlm.workers.engine.triton_inputs import TritonInputs
-from meshlm.workers.models.decoder import Decoder
-from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import DraftedRows, device_drafter_of
-from meshlm.workers.speculative.device_verification import DeviceVerification, device_lines
+from meshlm.workers.speculative.device_drafter import DraftedRows, Kept
+from meshlm.workers.speculative.device_verification import DeviceVerification
 
 if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
@@ -51,35 +43,6 @@ KINDS = {
 }
 
 
-class Copied:
-    """A model whose logits are copied: a CPU's weights are packed."""
-
-    def __init__(self, model: Decoder) -> None:
-        self.spec, self._model = model.spec, model
-
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        found: torch.Tensor = self._model.logits(hidden)
-        return found if out is None else out.copy_(found)
-
-
-class InterpretedKit(TorchKit):
-    """A GPU's inputs and head on the CPU, without graphs."""
-
-    def draft_lines(self, config: MeshConfig) -> int:
-        return device_lines(config.require_resolved().max_num_seqs, config.speculative.num_speculative_tokens)
-
-    def inputs(self, rows: DeviceRows, *, samples: bool) -> TritonInputs:
-        return TritonInputs(rows, AtOnce(), rows.state.device, samples=samples)
-
-    def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
-        return LogitsSampler(cast("Decoder", Copied(model)), rows, dtype, rows.state.device)
-
-    def verification(self, engine: ModelEngine) -> DeviceVerification:
-        assert isinstance(engine.inputs, TritonInputs)
-        config = engine.config.speculative
-        return DeviceVerification(config, device_drafter_of(engine.rows, config), engine.rows, engine.inputs)
-
-
 class Scripted:
     """Guesses what a test says: each row's own future, wrong in places."""
 
@@ -87,6 +50,10 @@ class Scripted:
         self._rows = rows
         self.texts: dict[int, list[int]] = {}  # by row
         self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
+
+    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None: ...
+
+    def warm_up(self, largest: int) -> None: ...
 
     def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
         known = self._rows.columns["num_known"].tolist()
@@ -108,23 +75,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelEngine]:
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     values: dict[str, object] = {"model": str(folder), "device": "cpu", "load_format": "dummy", "dtype": "float32"}
     values |= {"max_model_len": LENGTH, "max_num_seqs": 4, "cpu_threads": 1, "speculative_config": json.dumps(NGRAM)}
-    config = resolve.resolve(flags.build(values, None))
-    grad = torch.is_grad_enabled()
-    torch.set_grad_enabled(False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
-        yield ModelEngine(config, torch.device("cpu"), TritonBackend(), InterpretedKit(), lambda *_: None)
-    torch.set_grad_enabled(grad)
+    with interpreted(values) as engine:
+        yield engine
 
 
 @pytest.fixture
 def scripted(made: ModelEngine) -> Iterator[Scripted]:
     verification = made.verification
     assert isinstance(verification, DeviceVerification)
-    usual, found = verification._drafter, Scripted(made.rows)
-    verification._drafter = found
+    usual, found = verification.drafter, Scripted(made.rows)
+    verification.drafter = found
     yield found
-    verification._drafter = usual
+    verification.drafter = usual
 
 
 def told(scripted: Scripted, made: ModelEngine, kinds: tuple[str, ...]) -> tuple[list[SamplingParams], list[Text]]:
