@@ -15,11 +15,20 @@ from meshlm.workers.layers import cpu_ops
 @pytest.mark.parametrize("name", GEMMA)
 def test_gemma(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_ops, "available", lambda: False)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
-    check_plain_torch(name, tmp_path, "cpu", **sizes)
+    layers = {"num_hidden_layers": 2} if name == "gemma2" else {}
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
+    check_plain_torch(name, tmp_path, "cpu", **sizes, **layers)
 
 
-DEEPSEEK_SIZES = {"hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+DEEPSEEK_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "initializer_range": 0.1,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 64,
+}
+"""A dense layer and one of experts: a CPU takes its time for products in bfloat16."""
 
 
 @pytest.mark.parametrize("name", DEEPSEEK)
