@@ -49,8 +49,8 @@ def encoder_spec(config: dict[str, Any], architecture: str, **more: Any) -> Mode
     return ModelSpec(**(given | more))
 
 
-def encoder_activation(config: dict[str, Any], key: str, default: str = "gelu") -> str:
-    act = config.get(key) or default
+def encoder_activation(config: dict[str, Any], key: str) -> str:
+    act = config.get(key) or "gelu"
     if not isinstance(act, str) or act not in ENCODER_ACTIVATIONS:
         raise ValueError(f"{key} {shown(act)} is not supported; supported: {', '.join(ENCODER_ACTIVATIONS)}")
     return ENCODER_ACTIVATIONS[act]

@@ -15,6 +15,7 @@ from meshlm.supervisor.errors import StartError, UsageError, raised_as
 
 MIN_LEN, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # what vLLM's sampler of ShareGPT keeps
 CHUNK = 500  # texts tokenized at a time
+UNTOLD_LEN = 128  # of an answer that a data set does not have
 POEM = "Pick as many lines as you can from these poem lines:\n"  # of the sonnet data set
 TRIES = 100  # of a sonnet's prompt that is too long
 Encode = Callable[[list[str]], list[list[int]]]
@@ -208,7 +209,7 @@ def custom(reading: Reading, texts: Texts, output_len: int | None, template: boo
 
 
 def hugging_face(
-    reading: Reading, encode: Encode, rows: Iterable[dict[str, Any]], output_len: int | None, default_len: int = 128
+    reading: Reading, encode: Encode, rows: Iterable[dict[str, Any]], output_len: int | None
 ) -> list[Sample]:
     """Rows of a data set of the hub: the first column that is known is the prompt."""
     found: list[tuple[str, str]] = []
@@ -220,7 +221,7 @@ def hugging_face(
     answers = encode([answer for _, answer in found]) if output_len is None else prompts
     samples = []
     for (question, answer), ids, reply in zip(found, prompts, answers, strict=True):
-        length = output_len if output_len is not None else len(reply) if answer else default_len
+        length = output_len if output_len is not None else len(reply) if answer else UNTOLD_LEN
         samples.append(Sample(question, len(ids), max(1, length)))
     return reading.filled(samples)
 

@@ -183,10 +183,9 @@ def is_process(wanted: str) -> bool:
     return role in {role.value for role in Role} and (not slash or index.isdecimal())
 
 
-def line_of(event: Event, *, date: bool = False) -> str:
+def line_of(event: Event) -> str:
     at = event.get("at", 0.0)
-    layout = "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S"
-    clock = f"{time.strftime(layout, time.localtime(at))}.{int(at % 1 * 1000):03d}"
+    clock = f"{time.strftime('%H:%M:%S', time.localtime(at))}.{int(at % 1 * 1000):03d}"
     others = {name: value for name, value in event.items() if name not in _OWN_PLACE and value is not None}
     fields = " ".join(f"{name}={value}" for name, value in others.items())
     text = f"{clock} {event.get('process', ''):<14} {event.get('level', ''):<7} {event.get('event', '')}"

@@ -166,7 +166,7 @@ GPU_ADVICE = (
 CPU_ADVICE = "processes of this host cannot reach each other over the loopback interface: look at the firewall and GLOO_SOCKET_IFNAME"
 
 
-def communication(num_gpus: int, limit_s: float = LIMIT_S) -> Finding:
+def communication(num_gpus: int) -> Finding:
     """Sums over all GPUs, or over two processes of the CPU where there is none."""
     backend, count = ("nccl", num_gpus) if num_gpus else ("gloo", 2)
     name = f"communication ({backend})"
@@ -174,9 +174,9 @@ def communication(num_gpus: int, limit_s: float = LIMIT_S) -> Finding:
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "env": environment(os.environ)}
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="meshlm-doctor-") as folder:  # of this user alone
-        words = [(*command, str(rank), str(count), f"{folder}/store", str(limit_s)) for rank in range(count)]
+        words = [(*command, str(rank), str(count), f"{folder}/store", str(LIMIT_S)) for rank in range(count)]
         processes = [subprocess.Popen(each, text=True, **options) for each in words]
-        problem = _wait(processes, begun + limit_s)
+        problem = _wait(processes, begun + LIMIT_S)
     if problem:
         return failed(name, problem, GPU_ADVICE if num_gpus else CPU_ADVICE)
     return ok(name, f"{count} processes sum in {time.monotonic() - begun:.1f} s, with the start of torch")
