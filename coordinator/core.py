@@ -19,6 +19,7 @@ from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.resting import Resting
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.coordinator.weights import Weights
+from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.config.kv_transfer import counts_of
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.edges import admit as edge
@@ -52,11 +53,12 @@ class Coordinator:
         sleep_mode: bool = False,
         num_prefill_ranks: int = 0,
         weights: WeightsVersion | None = None,
+        adapters_kept: int = 1,
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
         self.epoch = 0
-        self.router = Router(policy, prefix_caching, places)
+        self.router = Router(policy, prefix_caching, places, adapters_kept)
         self.router.set_roles(num_prefill_ranks)
         self.owner: dict[RequestId, Identity] = {}
         self.held: dict[RequestId, Held] = {}  # no rank that they may have serves, in the order of arrival
@@ -126,6 +128,8 @@ class Coordinator:
                 return self._lost(PeerLost(event.sender, event.incarnation), now)
             case control.Blocked() as blocked:
                 return self.frontends.blocked(event.sender, blocked.reason)
+            case AdapterList() as adapters:
+                return self.frontends.has_adapters(event.sender, adapters)
             case control.AskStats():
                 return self.frontends.ask(event.sender)
             case Counted(counts=counts):

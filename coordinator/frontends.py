@@ -12,6 +12,7 @@ from meshlm.coordinator.held import Held
 from meshlm.coordinator.queue_gate import QueueGate
 from meshlm.coordinator.routing import Router
 from meshlm.coordinator.weights import Weights
+from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.counts import CountsOf, ProcessCounts
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import ReportLoad
@@ -38,6 +39,7 @@ class Frontends:
         self._questions: dict[Identity, tuple[int, set[Identity]]] = {}  # by frontend: its number, silent ranks
         self.gate = QueueGate()
         self.serving = False
+        self.adapters = AdapterList()
         self.paused = False  # the mesh, as an operator wants it
         self._blocked: dict[Identity, str] = {}  # whose link does not move
         self._counts: dict[Identity, ProcessCounts] = {}  # of processes that are no schedulers, as they said last
@@ -50,8 +52,11 @@ class Frontends:
         """A process is a member now. A frontend gets the figures at once: it can serve, and need not wait a second."""
         told = self.serving_change()
         if member.role is Role.FRONTEND and not told:
-            return [Send(member, self._figures())]
-        return told
+            told = [Send(member, self._figures())]
+        return [
+            *told,
+            *([Send(member, self.adapters)] if member.role is Role.FRONTEND and self.adapters.version else ()),
+        ]
 
     def lost(self, identity: Identity) -> list[Send]:
         """A rank or a frontend is gone, so that nobody waits for it."""
@@ -69,6 +74,13 @@ class Frontends:
         if not reason:
             del self._blocked[process]
         return self._stats()
+
+    def has_adapters(self, frontend: Identity, adapters: AdapterList) -> list[Send]:
+        """A frontend's list, newer than ours, is everybody's; another one is told which that is."""
+        if adapters.version <= self.adapters.version:
+            return [Send(frontend, self.adapters)]
+        self.adapters = adapters
+        return self._tell(adapters)
 
     # --- figures ---
 

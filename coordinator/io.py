@@ -47,6 +47,7 @@ class CoordinatorApp(App):
             config.worker.enable_sleep_mode,
             config.kv_transfer.num_prefill_ranks,
             self._weights,
+            config.adapters.num_kept,
         )
         self._tick()
         return {}

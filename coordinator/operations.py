@@ -15,7 +15,14 @@ from meshlm.runtime.process.events import Send
 
 HOLD_S = 20.0  # a scheduler is back in a few; less than the asker's own patience (runtime/mesh/operations.py)
 REPEATABLE = (
-    edge.Pause | edge.Resume | edge.ResetPrefixCache | edge.Sleep | edge.WakeUp | edge.CheckWeights | edge.UseWeights
+    edge.Pause
+    | edge.Resume
+    | edge.ResetPrefixCache
+    | edge.Sleep
+    | edge.WakeUp
+    | edge.CheckWeights
+    | edge.UseWeights
+    | edge.DropAdapter
 )
 
 

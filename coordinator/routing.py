@@ -14,10 +14,12 @@ from typing import Literal
 
 from msgspec import Struct
 
+from meshlm.coordinator.adapter_ranks import AdapterRanks
 from meshlm.coordinator.ledger import Entry, Rank
 from meshlm.coordinator.prefix_index import MAX_CHUNKS, Chain, Found, PrefixIndex, chain_of
 from meshlm.coordinator.roles import SPILL, RankRole, can_be_handed_off, next_leg, role_of
 from meshlm.protocol.edges.admit import EngineRequest, Load, SchedulerIncarnation, Started
+from meshlm.protocol.extras import slot_key
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
 Policy = Literal["cache-aware", "least-loaded", "round-robin"]
@@ -48,11 +50,12 @@ class Choice(Struct, frozen=True):
 class Router:
     """All ranks that the coordinator knows, and their loads."""
 
-    def __init__(self, policy: Policy, prefix_caching: bool, places: int = sys.maxsize) -> None:
-        """`places`: requests that run at a time in a rank."""
+    def __init__(self, policy: Policy, prefix_caching: bool, places: int = sys.maxsize, adapters_kept: int = 1) -> None:
+        """`places`: requests that run at a time in a rank. adapters_kept: by the workers of each."""
         self.policy, self.places = policy, places
         self.ranks: dict[Identity, Rank] = {}
         self.index = PrefixIndex() if policy == "cache-aware" and prefix_caching else None
+        self.adapters = AdapterRanks(adapters_kept)
         self.mean_output = DEFAULT_OUTPUT
         self.num_waiting = 0  # by the ranks' own word ...
         self.num_fresh = 0  # ... and what was dispatched since
@@ -90,6 +93,7 @@ class Router:
         self.num_waiting -= rank.load.num_waiting if rank.load is not None else 0
         self.num_fresh -= rank.num_fresh
         del self._by_number[rank.number]
+        self.adapters.forget(rank.number)
         if self.index is not None:
             self.index.forget(rank.number)
         return rank
@@ -132,7 +136,9 @@ class Router:
                 return None
         else:
             in_turn = self.policy == "round-robin" and not again
-            rank = self._place(_num_given(work), leg, over, None if in_turn else found)
+            adapter = slot_key(work.extras) if work.extras else b""
+            known = self.adapters.preferred(found, adapter) if adapter and self.policy == "cache-aware" else found
+            rank = self._place(_num_given(work), leg, over, None if in_turn else known)
             if rank is None:
                 return None
         choice = Choice(rank, chain, found, _cached(found, rank.number), leg)
@@ -226,6 +232,8 @@ class Router:
     def dispatch(self, choice: Choice, work: EngineRequest, incarnation: Incarnation, pinned: bool) -> None:
         rank, index = choice.rank, self.index
         self._clock += 1
+        if work.extras and (adapter := slot_key(work.extras)):
+            self.adapters.used(rank.number, adapter)
         last_use = 0
         if index is not None and choice.chain:
             last_use = index.last_use(rank.number, choice.chain, _cached(choice.found, rank.number))
@@ -256,8 +264,10 @@ class Router:
         before, rank.load = rank.load, load
         self.num_fresh -= rank.num_fresh
         rank.num_fresh = 0
-        if self.index is not None and before is not None and before.serving and not load.serving:
-            self.index.forget(rank.number)  # its cache is gone with its workers
+        if before is not None and before.serving and not load.serving:
+            self.adapters.forget(rank.number)
+            if self.index is not None:
+                self.index.forget(rank.number)  # its cache is gone with its workers
         self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
         for started in load.started:
             self._started(rank, started)

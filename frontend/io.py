@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections.abc import Iterable
+from functools import partial
 
 from msgspec import Struct
 
@@ -20,11 +21,12 @@ from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.budget import Budget
+from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.operations import OperationDone
-from meshlm.protocol.wire.ids import Identity, Incarnation, Role
+from meshlm.protocol.wire.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime import io_processors
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.client.placement import Choice
@@ -133,6 +135,8 @@ class FrontendApp:
                 if message.first or message.finished:
                     self.requests.note_moved()
                 self.observer.written(message, begin_ns)
+            case AdapterList():
+                self.adapters.heard(message)
             case OperationDone():
                 self.operations.asked.answered(message)
             case control.RanksScaled():
@@ -166,6 +170,7 @@ class FrontendApp:
             self.client.detokenizer_up(peer)
             self.readiness.changed()
         elif peer.role is Role.COORDINATOR and self.client.mesh is not None:
+            self.adapters.coordinator_up(partial(self.client.mesh.send, COORDINATOR))
             self.operations.asked.coordinator_up()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:

@@ -6,6 +6,8 @@ loaded again under its old name no block is found that the old one computed. The
 
 from typing import ClassVar
 
+from msgspec import Struct
+
 from meshlm.protocol.extra_kind import ExtraKind
 
 
@@ -28,3 +30,12 @@ class Adapter(ExtraKind, frozen=True, tag="adapter"):
     def key_parts(self, begin: int, end: int) -> bytes:
         """Blocks behind the first one follow from it."""
         return b"" if begin else b"adapter" + self.digest
+
+
+class AdapterList(Struct, frozen=True, tag="adapters", omit_defaults=True):
+    """All adapters that clients may name. The coordinator holds the list and tells frontends of each new one; a frontend that changes
+    it sends the next version, which is taken if nobody else was first. Version 0 is that of the settings. A coordinator that was
+    replaced hears of the list from the frontends."""
+
+    version: int = 0
+    adapters: tuple[Adapter, ...] = ()

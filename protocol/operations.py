@@ -122,6 +122,12 @@ class AbortRunning(Struct, frozen=True, tag="abort_running"):
     request_ids: tuple[str, ...] = ()
 
 
+class DropAdapter(Struct, frozen=True, tag="drop_adapter"):
+    """No new request will have the adapter of this digest: its memory is free once its last row is gone."""
+
+    digest: bytes
+
+
 class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
@@ -137,6 +143,7 @@ Action = (
     | WakeUp
     | CallWorkers
     | AbortRunning
+    | DropAdapter
     | Stop
     | OfCoordinator
     | CheckWeights

@@ -106,7 +106,7 @@ class RequestTable:
 
     def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
         """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
-        param = _constraint(request.work) if failed.kind is not ErrorKind.INTERNAL else ""
+        param = (failed.param or _constraint(request.work)) if failed.kind is not ErrorKind.INTERNAL else ""
         kind = ErrorKind.INTERNAL if failed.kind is ErrorKind.INVALID and not param else failed.kind
         message = f"{param}: {failed.message}" if param else failed.message
         self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])

@@ -19,6 +19,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
+from meshlm.workers.rows.extras.extra import RowExtras
 from meshlm.workers.weights.versions import HasWeights, WeightsRefused, WorkerWeights
 
 _log = structlog.get_logger()
@@ -143,6 +144,9 @@ MAX_KNOWN = 64  # answers that are kept for who asks again
 class Operated(HasWeights, Protocol):
     """The part of an engine that operations change."""
 
+    @property
+    def extras(self) -> RowExtras[Any]: ...
+
     def rebalance(self) -> str: ...
 
 
@@ -179,6 +183,9 @@ class Operations:
         match operation.action:
             case operations.Profile(start=start):
                 return self._profiler.handle(operation.id, start=start)
+            case operations.DropAdapter(digest=digest):
+                self._engine.extras.drop(digest)
+                return operations.OperationDone(operation.id)
             case operations.RebalanceExperts():
                 return operations.OperationDone(operation.id, self._engine.rebalance())
             case operations.CallWorkers() as asked:

@@ -117,7 +117,8 @@ _PATHS_NOT_SERVED = {
     "/v1/completions/render /v1/completions/derender /v1/chat/completions/render /v1/chat/completions/derender "
     "/v1/chat/completions/batch /inference/v1/generate /generative_scoring",
     NO_AUDIO: "/v1/audio/transcriptions /v1/audio/translations",
-    "LoRA adapters are not supported": "/v1/load_lora_adapter /v1/unload_lora_adapter",
+    "the server was started without --enable-lora, or without --allow-runtime-lora-updating": "/v1/load_lora_adapter "
+    "/v1/unload_lora_adapter",
     "only text is supported": "/reset_mm_cache /reset_encoder_cache",
     "not supported; GET /ready says whether requests are served": "/readyz",
     "a drafter's weights are those of its files; POST /start_weight_update is for the model's": "/start_draft_weight_update",

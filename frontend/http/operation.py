@@ -65,6 +65,7 @@ class Group(Enum):
     SPEECH = "speech"
     TOKENIZER_INFO = "tokenizer_info"  # --enable-tokenizer-info-endpoint
     DASHBOARD = "dashboard"  # --max-dashboards
+    ADAPTERS = "adapters"  # --enable-lora and --allow-runtime-lora-updating
     DEVELOPMENT = "development"  # --server-dev-mode
     DOCUMENTATION = "documentation"  # unless --disable-fastapi-docs
 

@@ -225,6 +225,21 @@ class CollectiveRpcRequest(Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
 
+class LoadAdapterRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/load_lora_adapter: a folder that every node has, and the name that it gets. load_inplace: the name may be taken."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Struct, frozen=True, kw_only=True):
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's number of it, which nothing is known by here."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_int_id: int | None = None
+
+
 class AbortRequest(Struct, frozen=True, kw_only=True):
     """POST /abort_requests: the ids of answers, or the X-Request-Id of requests; none means all."""
 

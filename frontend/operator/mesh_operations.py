@@ -95,6 +95,10 @@ class MeshOperations:
         """Ask the supervisor to have these settings, which were checked, in all processes."""
         self.tell_supervisor(ChangeSettings(values))
 
+    def tell_coordinator(self, message: Struct) -> None:
+        """LinkDown while there is none."""
+        self._mesh.send(COORDINATOR, message)
+
     def tell_supervisor(self, message: Struct) -> None:
         self._mesh.tell_supervisor(message)
 

@@ -30,6 +30,7 @@ from meshlm.frontend.responses_api.conversations import ConversationRoutes
 from meshlm.frontend.responses_api.input_routes import InputRoutes
 from meshlm.frontend.responses_api.routes import ResponseRoutes
 from meshlm.frontend.routes import openapi
+from meshlm.frontend.routes.adapter_routes import AdapterRoutes
 from meshlm.frontend.routes.operator_routes import OperatorRoutes
 from meshlm.frontend.routes.request_schema import Served
 from meshlm.frontend.routes.text_routes import InformationRoutes, TextRoutes, text_route
@@ -75,6 +76,7 @@ class Application:
             VectorRoutes(backend, generation, reader),
             SpeechRoutes(backend, generation, reader),
             InformationRoutes(backend, reader),
+            AdapterRoutes(backend, reader),
             OperatorRoutes(backend, reader),
             WeightRoutes(backend, reader),
             DashboardRoutes(backend.observer),
@@ -97,6 +99,8 @@ class Application:
             tokenizer_info=server.enable_tokenizer_info_endpoint,
             renders_only=resolved.renders_only,
             dashboard=server.max_dashboards > 0,
+            adapters=self._backend.config.adapters.enable_lora
+            and self._backend.config.adapters.allow_runtime_lora_updating,
         )
 
     def app(self) -> Any:
@@ -204,6 +208,7 @@ OPERATIONS = operations_of(
     SpeechRoutes,
     Application,
     InformationRoutes,
+    AdapterRoutes,
     OperatorRoutes,
     WeightRoutes,
     DashboardRoutes,
@@ -220,6 +225,7 @@ def served(
     tokenizer_info: bool = False,
     renders_only: bool = False,
     dashboard: bool = False,
+    adapters: bool = False,
 ) -> tuple[Operation, ...]:
     """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone."""
     groups = {
@@ -230,6 +236,7 @@ def served(
         Group.SPEECH: speech,
         Group.TOKENIZER_INFO: tokenizer_info,
         Group.DASHBOARD: dashboard,
+        Group.ADAPTERS: adapters,
         Group.DEVELOPMENT: development,
         Group.DOCUMENTATION: documentation,
     }

@@ -41,6 +41,10 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="taken for vLLM's sake: both products of an adapter are split as far as its layer is")
     ] = False
 
+    allow_runtime_lora_updating: Annotated[
+        bool, Meta(description="with --enable-lora: POST /v1/load_lora_adapter and /v1/unload_lora_adapter")
+    ] = False
+
     @property
     def num_kept(self) -> int:
         """Adapters that a worker keeps in the host's memory."""

@@ -161,6 +161,7 @@ class RowFailed(Struct, frozen=True, omit_defaults=True):
 
     message: str
     kind: ErrorKind = ErrorKind.INVALID  # its own parameters leave no token; OVERLOADED: the host was busy
+    param: str = ""  # the client's field at fault; empty: the one that forbids tokens, where there is one
 
 
 class StepResult(Struct, frozen=True, tag="result", omit_defaults=True):

@@ -10,6 +10,7 @@ from functools import cache
 from types import UnionType
 from typing import NamedTuple
 
+from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.counts import Counted
 from meshlm.protocol.edges import admit, control, kv, step, text, token
 from meshlm.protocol.lockstep import JointOrder, JointReport
@@ -71,9 +72,14 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_D, _S, token.DetokenizerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
     Channel(_S, _W, step.SchedulerToWorker | Operation, 64, 64, WhenFull.DROP_PEER),
     Channel(_W, _S, step.WorkerToScheduler | OperationDone, 64, 64, WhenFull.DROP_PEER),
-    Channel(_F, _C, _MEMBER | control.AskStats | Operation, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_F, _C, _MEMBER | control.AskStats | Operation | AdapterList, 64, 1024, WhenFull.DROP_PEER),
     Channel(
-        _C, _F, control.Members | control.MeshStats | control.QueueFull | OperationDone, 256, 1024, WhenFull.DROP_PEER
+        _C,
+        _F,
+        control.Members | control.MeshStats | control.QueueFull | OperationDone | AdapterList,
+        256,
+        1024,
+        WhenFull.DROP_PEER,
     ),
     Channel(_W, _C, _MEMBER, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _W, control.Members, 256, 1024, WhenFull.DROP_PEER),

@@ -12,6 +12,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "EngineArgs",
+    "LoRARequest",
     "PoolingParams",
     "RepetitionDetectionParams",
     "RequestOutputKind",
@@ -25,6 +26,7 @@ _MODULES = {
     "BeamSearchParams": "beams",
     "EngineArgs": "arguments",
     "LLM": "llm",
+    "LoRARequest": "lora",
     "PoolingParams": "vectors",
 }
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from meshlm.supervisor.api.arguments import AsyncEngineArgs, EngineArgs
     from meshlm.supervisor.api.beams import BeamSearchParams
     from meshlm.supervisor.api.llm import LLM
+    from meshlm.supervisor.api.lora import LoRARequest
     from meshlm.supervisor.api.sampling import (
         RepetitionDetectionParams,
         RequestOutputKind,

@@ -13,6 +13,7 @@ from meshlm.protocol.edges.text import Submit
 from meshlm.supervisor.api.arguments import EngineArgs, refuse
 from meshlm.supervisor.api.background import T, end_of, unless_ended
 from meshlm.supervisor.api.llm import LLM
+from meshlm.supervisor.api.lora import LoRARequest, extras_of
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
 from meshlm.supervisor.api.outputs import CompletionOutput, OutputStream, Progress, RequestOutput
 from meshlm.supervisor.api.sampling import RequestOutputKind, SamplingParams
@@ -47,7 +48,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
@@ -55,9 +56,9 @@ class AsyncLLM:
         """Complete one prompt, as `LLM.generate` takes it. Gives all that is there so far each time something came, or what is new,
         or the whole at the end: `sampling_params.output_kind`. ValueError for bad input, StartError when the mesh has ended. Who stops
         reading aborts the request."""
-        refuse(lora_request=lora_request)
+        (extras,) = extras_of(lora_request, 1, self._llm._config)
         options, keep = of_tokenization(tokenization_kwargs)
-        given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)
+        given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)._replace(extras=extras)
         (params,), ranks = self._llm._submits.checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
         ((submit, request),) = self._llm._submits.of(iter([given]), [params], ranks, rank)

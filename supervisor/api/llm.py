@@ -7,16 +7,19 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tqdm import tqdm
 
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.wire.columns import ints
 from meshlm.supervisor.api import vectors
 from meshlm.supervisor.api.arguments import refuse, settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
+from meshlm.supervisor.api.lora import LoRARequest, LoRARequests, extras_of
 from meshlm.supervisor.api.metrics import Metric
 from meshlm.supervisor.api.offline_prompts import (
     Asked,
@@ -75,7 +78,7 @@ class LLM:
         prompts: Prompts,
         sampling_params: Params = None,
         use_tqdm: Bar = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
@@ -83,37 +86,40 @@ class LLM:
         """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt".
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        return self._run(self._asked(prompts, tokenization_kwargs), sampling_params, use_tqdm, priority)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        asked = self._adapted(self._asked(prompts, tokenization_kwargs), lora_request)
+        return self._run(asked, sampling_params, use_tqdm, priority)
 
     def enqueue(
         self,
         prompts: Prompts,
         sampling_params: Params = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         use_tqdm: Bar = True,
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Begin what `generate` does, and do not wait: the requests' ids. `wait_for_completion` has the results. use_tqdm: ignored."""
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        return self._begin(self._asked(prompts, tokenization_kwargs), sampling_params, priority)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        asked = self._adapted(self._asked(prompts, tokenization_kwargs), lora_request)
+        return self._begin(asked, sampling_params, priority)
 
     def enqueue_chat(
         self,
         messages: Messages,
         sampling_params: Params = None,
         use_tqdm: Bar = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
         *,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[str]:
         """The same with conversations; options are those of `chat` for its template."""
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
-        return self._begin(self._conversations(messages, **options), sampling_params, priority)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        asked = self._adapted(self._conversations(messages, **options), lora_request)
+        return self._begin(asked, sampling_params, priority)
 
     def wait_for_completion(
         self, output_type: type[Any] | tuple[type[Any], ...] | None = None, *, use_tqdm: Bar = True
@@ -130,7 +136,7 @@ class LLM:
         messages: Messages,
         sampling_params: Params = None,
         use_tqdm: Bar = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -141,10 +147,14 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
-        refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
         template = (chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
         asked = self._conversations(messages, chat_template_content_format, tokenization_kwargs, tools, *template)
-        return self._run(asked, sampling_params, use_tqdm, None)
+        return self._run(self._adapted(asked, lora_request), sampling_params, use_tqdm, None)
+
+    def _adapted(self, asked: Asked, lora_request: LoRARequests) -> Asked:
+        """The prompts with the adapters that are to answer them."""
+        return asked.with_extras(extras_of(lora_request, asked.num, self._config)) if lora_request else asked
 
     def _asked(self, prompts: Prompts, tokenization_kwargs: Mapping[str, Any] | None) -> Asked:
         options, keep = of_tokenization(tokenization_kwargs)
@@ -176,12 +186,12 @@ class LLM:
         self,
         prompts: Prompts,
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences behind each prompt. `concurrency_limit`: prompts that are searched at the same time."""
-        refuse(lora_request=lora_request)
+        (adapter,) = extras_of(lora_request, 1, self._config)
         items = many(prompts)
         given = [of_generate(item) for item in items]
         texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
@@ -197,16 +207,16 @@ class LLM:
         size, found = concurrency_limit or max(1, len(asked)), list[BeamSearchOutput]()
         for begin in tqdm(range(0, len(asked), size), desc="Beam search", disable=not use_tqdm):
             group = asked[begin : begin + size]
-            best = self._background.ask(find(group, params, self._step, self._resolved))
+            best = self._background.ask(find(group, params, partial(self._step, adapter), self._resolved))
             found += [
                 BeamSearchOutput([sequence_of(given, prompt, beam, decode) for beam in beams])
                 for (given, prompt), beams in zip(group, best, strict=True)
             ]
         return found
 
-    async def _step(self, prompts: list[dict[str, Any]], params: SamplingParams) -> list[RequestOutput]:
+    async def _step(self, extras: Extras, prompts: list[dict[str, Any]], params: SamplingParams) -> list[RequestOutput]:
         """The outputs of these prompts, in the mesh's loop."""
-        asked = self._asked(prompts, None)
+        asked = self._asked(prompts, None).with_extras([extras] * len(prompts))
         each, ranks = self._submits.checked(params, asked.num, None, asked.keep)
         submits = self._submits.of(asked.prompts, each, ranks)
         return finished(await self._client.run(submits, tqdm(disable=True)), each)

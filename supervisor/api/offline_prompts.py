@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from meshlm.protocol.audio import SAMPLE_RATE, Audio
 from meshlm.protocol.edges.text import JoinedPrompt, MediaPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime import tensor_files
@@ -28,6 +29,7 @@ class Given(NamedTuple):
     prompt: Prompt
     text: str | None
     cache_salt: str = ""
+    extras: Extras = ()
 
 
 class Asked(NamedTuple):
@@ -36,6 +38,11 @@ class Asked(NamedTuple):
     prompts: Iterator[Given]
     num: int
     keep: int | None
+
+    def with_extras(self, each: Sequence[Extras]) -> "Asked":
+        """The prompts, each of which carries these."""
+        made = (given._replace(extras=extras) for given, extras in zip(self.prompts, each, strict=True))
+        return self._replace(prompts=made)
 
 
 def many(prompts: Any) -> list[Any]:

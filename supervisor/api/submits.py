@@ -89,7 +89,11 @@ class Submits:
                 request_ids=tuple(name_of(name, index) for index in range(params.n)),
                 prompt=prompt,
                 sampling=params.wire(eos, self._vocab_size, self._draws.getrandbits(63)),
-                extras=(*params.extras(constraints, server.reasoning_parser), *params.drafting(most_drafted)),
+                extras=(
+                    *params.extras(constraints, server.reasoning_parser),
+                    *params.drafting(most_drafted),
+                    *given.extras,
+                ),
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,

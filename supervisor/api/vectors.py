@@ -248,7 +248,7 @@ class Vectors:
 
     def _submits(self, given: Sequence[Given], pools: Sequence[tuple[Pool, PoolingParams]]) -> Iterator[Sent]:
         run = uuid.uuid4().hex
-        for number, ((prompt, _, salt), (pool, params)) in enumerate(zip(given, pools, strict=True)):
+        for number, ((prompt, _, salt, _), (pool, params)) in enumerate(zip(given, pools, strict=True)):
             name = f"{run}-{number}"
             submit = Submit(
                 handles=(Handle(self._client.new_handle()),),

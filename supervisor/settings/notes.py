@@ -80,7 +80,15 @@ RULES = (
     Rule(("record_requests_bytes",), lambda config, _: bool(config.server.record_requests), "--record-requests"),
     Rule(("max_audio_bytes", "max_audio_seconds"), lambda _, facts: facts.transcribes, "models that transcribe audio"),
     Rule(
-        ("max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_target_modules", "fully_sharded_loras"),
+        (
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+            "lora_dtype",
+            "lora_target_modules",
+            "fully_sharded_loras",
+            "allow_runtime_lora_updating",
+        ),
         lambda config, _: config.adapters.enable_lora,
         "--enable-lora",
     ),

@@ -49,6 +49,7 @@ HONOURED: dict[str, tuple[str, Callable[[str], object]]] = {
     "VLLM_LOGGING_LEVEL": ("log_level", _level),
     "VLLM_LOGGING_COLOR": ("log_color", _color),
     "VLLM_BATCH_INVARIANT": ("deterministic", _switch),
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("allow_runtime_lora_updating", _switch),
     "VLLM_TORCH_PROFILER_DIR": ("profiler_dir", str),
     "VLLM_ENGINE_READY_TIMEOUT_S": ("startup_timeout", _number),
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": ("step_timeout", _number),

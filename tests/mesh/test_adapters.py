@@ -1,7 +1,11 @@
 """Adapters that peft made for SmolLM2, through the whole mesh: tokens are those of peft's modules, whoever is killed meanwhile."""
 
+import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +17,7 @@ import pytest
 import torch
 from adapters import save_adapters
 from serving import Serving, serving
+from waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model]
 BASE, NUM_TOKENS = "SmolLM2-135M-Instruct", 24
@@ -22,7 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "two": {"r": 16, "lora_alpha": 8, "use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
     "three": {"r": 4, "lora_alpha": 8, "target_modules": ["down_proj", "k_proj"]},
 }
-PROMPTS = [[500 + 37 * nth + 11 * at for at in range(20 + 9 * nth)] for nth in range(4)]
+PROMPTS = [[500 + 37 * nth + 11 * at for at in range(20 + 9 * nth)] for nth in range(3)]
 
 
 class Peft:
@@ -71,7 +76,8 @@ def server(peft: Peft) -> Iterator[Serving]:
         "--max-num-batched-tokens",
         "64",
     )
-    with serving(*flags, "--enable-lora", "--max-loras", "2", "--lora-modules", *modules) as found:
+    lora = ("--enable-lora", "--max-loras", "2", "--allow-runtime-lora-updating", "--lora-modules", *modules)
+    with serving(*flags, "--frontends", "2", *lora) as found:
         yield found
 
 
@@ -109,7 +115,7 @@ def test_rows_of_all_kinds_side_by_side(server: Serving, peft: Peft) -> None:
             ]
         for model, prompt, answer in work:
             check(peft, model, prompt, answer.result())
-    again = asked(server, "one", PROMPTS[3])
+    again = asked(server, "one", PROMPTS[2])
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
@@ -144,3 +150,92 @@ def test_a_kill_loses_nothing(server: Serving, peft: Peft, role: str) -> None:
         os.kill(server.pid(role), signal.SIGKILL)
         for model, prompt, tokens in work:
             peft.check(prompt, tokens.result(timeout=300), model)
+
+
+def change(server: Serving, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/{path}_lora_adapter", json=body, timeout=60)
+
+
+def heard(server: Serving, known: bool, name: str) -> None:
+    """Both frontends have the list, however the kernel spreads connections."""
+    until(lambda: all((httpx.get(f"{server.url}/v1/models/{name}").status_code == 200) is known for _ in range(12)))
+
+
+def test_adapters_come_and_go(server: Serving, peft: Peft) -> None:
+    folder = str(peft.folder / "three")
+    answer = change(server, "load", lora_name="late", lora_path=folder)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'late' added successfully.")
+    heard(server, True, "late")
+    peft.check(PROMPTS[1], asked(server, "late", PROMPTS[1])["choices"][0]["token_ids"], "three")
+    again = change(server, "load", lora_name="late", lora_path=folder)
+    assert again.status_code == 400
+    assert "has already been loaded" in again.json()["error"]["message"]
+    other = change(server, "load", lora_name="late", lora_path=str(peft.folder / "two"), load_inplace=True)
+    assert other.status_code == 200, other.text
+    until(lambda: all(httpx.get(f"{server.url}/v1/models/late").json()["root"].endswith("two") for _ in range(12)))
+    found = asked(server, "late", PROMPTS[1])
+    peft.check(PROMPTS[1], found["choices"][0]["token_ids"], "two")
+    os.kill(server.pid("coordinator"), signal.SIGKILL)
+    heard(server, True, "late")
+    gone = change(server, "unload", lora_name="late")
+    assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'late' removed successfully.")
+    heard(server, False, "late")
+    assert change(server, "unload", lora_name="late").status_code == 404
+    check(peft, "two", PROMPTS[1], asked(server, "two", PROMPTS[1]))
+
+
+def test_files_that_changed_are_a_400_that_says_so(server: Serving, peft: Peft, tmp_path: Path) -> None:
+    folder = tmp_path / "changing"
+    shutil.copytree(peft.folder / "three", folder)
+    assert change(server, "load", lora_name="changing", lora_path=str(folder)).status_code == 200
+    heard(server, True, "changing")
+    shutil.copytree(peft.folder / "one", folder, dirs_exist_ok=True)
+    body = {"model": "changing", "prompt": PROMPTS[2], "max_tokens": 2}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert "the files are others than when the adapter was loaded; load it again" in answer.json()["error"]["message"]
+    assert change(server, "load", lora_name="changing", lora_path=str(folder), load_inplace=True).status_code == 200
+    until(lambda: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200)
+
+
+def test_what_cannot_be_loaded_changes_nothing(server: Serving, tmp_path: Path) -> None:
+    before = httpx.get(f"{server.url}/v1/models").json()["data"]
+    for path, said in ((str(tmp_path / "none"), "there is no such folder"), (str(tmp_path), "adapter_config.json")):
+        answer = change(server, "load", lora_name="bad", lora_path=path)
+        assert answer.status_code == 400
+        assert said in answer.json()["error"]["message"]
+    assert change(server, "load", lora_name=BASE, lora_path=str(tmp_path)).status_code == 400
+    assert change(server, "load", lora_name="bad").status_code == 400
+    after = httpx.get(f"{server.url}/v1/models").json()["data"]
+    assert [card["id"] for card in after] == [card["id"] for card in before]
+
+
+OFFLINE = """
+from meshlm import LLM, LoRARequest, SamplingParams
+
+if __name__ == "__main__":
+    import json, sys
+    folder, prompt = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(device="cpu", enable_lora=True, cpu_exact=True, kv_cache_memory="500M", cpu_threads=1)
+    one = LoRARequest("any", 1, folder)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = llm.generate([prompt] * 2, params, lora_request=[one, None], use_tqdm=False)
+    print(json.dumps([answer.outputs[0].token_ids for answer in found]))
+    try:
+        llm.generate([prompt], params, lora_request=LoRARequest("any", 1, "/none"))
+    except ValueError as error:
+        assert "lora_request: /none: there is no such folder" in str(error), error
+    else:
+        raise AssertionError("it was taken")
+"""
+
+
+def test_lora_request_of_the_python_api(peft: Peft, tmp_path: Path) -> None:
+    script = tmp_path / "offline.py"
+    script.write_text(OFFLINE)
+    command = [sys.executable, "-P", str(script), str(peft.folder / "one"), json.dumps(PROMPTS[0])]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
+    with_adapter, without = json.loads(done.stdout.splitlines()[-1])
+    peft.check(PROMPTS[0], with_adapter, "one")
+    peft.check(PROMPTS[0], without, BASE)

@@ -6,10 +6,10 @@ from bench import DETOKENIZER, LIFE, WORKER, Bench, limits
 
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.edges.admit import Assign, EngineRequest
-from meshlm.protocol.edges.step import ExtraReady, PrepareExtra
+from meshlm.protocol.edges.step import ExtraReady, PrepareExtra, RowFailed
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
-from meshlm.protocol.wire.ids import COORDINATOR, Handle, RequestId
+from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Handle, RequestId
 from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc.adapter_slots import PATIENCE_S
 
@@ -23,11 +23,13 @@ def adapter(name: str) -> Adapter:
 class SlotBench(Bench):
     """Its worker has prepared an adapter as soon as it is asked to, and knows whose rows run."""
 
+    why: RowFailed | None = None  # it cannot
+
     def take(self, sends: list[Send]) -> None:
         super().take(sends)
         for send in sends:
             if isinstance(send.message, PrepareExtra):
-                ready = ExtraReady(send.message.session, send.message.number)
+                ready = ExtraReady(send.message.session, send.message.number, self.why)
                 self.event(Received(WORKER, LIFE, ready))
 
     def give(self, handle: int, name: str = "", max_tokens: int = 4) -> None:
@@ -84,3 +86,14 @@ def test_an_adapter_has_blocks_of_its_own() -> None:
         bench.give(handle, name)
         bench.finish()
     assert [bench.cached[handle] for handle in range(5)] == [0, 0, 0, 8, 8]
+
+
+def test_one_that_cannot_be_read_ends_its_request_alone() -> None:
+    bench = SlotBench(limits(), 64, 4)
+    bench.why = RowFailed("the files are others", param="model")
+    bench.give(0, "a")
+    bench.give(1)
+    bench.finish()
+    assert bench.refused == {0: "model: model: the files are others"}
+    assert bench.error_kinds == {0: ErrorKind.INVALID}
+    assert len(bench.tokens[1]) == 4

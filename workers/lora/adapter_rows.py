@@ -38,7 +38,6 @@ class AdapterRows(RowExtra[Tensor]):
         self._held: dict[bytes, LoadedAdapter] = {}  # by digest; the last used last
         self._lock = threading.Lock()  # of these two
         self._loading: dict[bytes, threading.Lock] = {}
-        self._dropped: set[bytes] = set()  # not kept longer than by their rows
         self._slots: list[LoadedAdapter | None] = [None] * (slots + 1)  # NO_SLOT holds none
         self._rows: dict[int, int] = {}  # slot by row
         self._failed: dict[int, RowFailed] = {}  # by row
@@ -48,7 +47,7 @@ class AdapterRows(RowExtra[Tensor]):
         try:
             self._get(extra)
         except ModelFilesError as error:
-            return RowFailed(str(error))
+            return _failed(error)
         return None
 
     def _get(self, adapter: Adapter) -> LoadedAdapter:
@@ -69,23 +68,16 @@ class AdapterRows(RowExtra[Tensor]):
         with self._lock:
             self._loading.pop(digest, None)
             self._held.pop(digest, None)
-            if digest not in self._dropped:
-                self._held[digest] = found
+            self._held[digest] = found
             for other in list(self._held)[: max(0, len(self._held) - self._kept)]:
                 del self._held[other]
 
-    def keep(self, digest: bytes) -> None:
-        """Requests will name it."""
-        with self._lock:
-            self._dropped.discard(digest)
-
-    def drop(self, digest: bytes) -> None:
+    def drop(self, key: bytes) -> None:
         """No new request will name it: its memory is free once its last row is gone. Called by the stepper thread."""
         with self._lock:
-            self._dropped.add(digest)
-            self._held.pop(digest, None)
+            self._held.pop(key, None)
         for slot, loaded in enumerate(self._slots):
-            if loaded is not None and loaded.adapter.digest == digest and slot not in self._rows.values():
+            if loaded is not None and loaded.adapter.digest == key and slot not in self._rows.values():
                 self._slots[slot] = None
 
     # --- the stepper thread ---
@@ -101,7 +93,7 @@ class AdapterRows(RowExtra[Tensor]):
             try:
                 loaded = self._get(adapter)  # held, unless many others were loaded since
             except ModelFilesError as error:
-                self._failed[new.row] = RowFailed(str(error))
+                self._failed[new.row] = _failed(error)
                 return
             free = [n for n in range(1, len(self._slots)) if n not in used]
             assert free, "the scheduler has started rows of more adapters than there are slots"
@@ -138,6 +130,10 @@ class AdapterRows(RowExtra[Tensor]):
     def for_step(self, step: StepColumns) -> StepExtra[Tensor] | None:
         failed = {place: self._failed[row] for place, row in enumerate(step.rows.tolist()) if row in self._failed}
         return FailedRows(failed) if failed else None
+
+
+def _failed(error: ModelFilesError) -> RowFailed:
+    return RowFailed(str(error), param="model")
 
 
 class FailedRows(StepExtra[Tensor]):

@@ -3,6 +3,7 @@
 from enum import Enum
 
 from message_parts import (
+    ADAPTER,
     AUDIO,
     CHAT,
     COLUMNS,
@@ -44,7 +45,7 @@ from message_parts import (
 )
 from msgspec import Struct
 
-from meshlm.protocol import grammar, kv, lockstep, operations, pool, timeline
+from meshlm.protocol import adapters, grammar, kv, lockstep, operations, pool, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.edges import kv as pages
 from meshlm.protocol.wire import frames, session
@@ -239,7 +240,7 @@ FULL: tuple[Struct, ...] = (
         "gone",
     ),
     step.LastPlan(77, 76, 5),
-    (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL)),
+    (ROW_FAILED := step.RowFailed("no numbers", ErrorKind.INTERNAL, "model")),
     step.StepResult(
         77,
         StepId(5),
@@ -362,7 +363,9 @@ FULL: tuple[Struct, ...] = (
     operations.UseWeights(WEIGHTS, True),
     operations.SumWeights(),
     WEIGHTS,
+    operations.DropAdapter(b"d" * 32),
     operations.Stop(),
+    adapters.AdapterList(3, (ADAPTER,)),
     operations.Operation(operations.OperationId("0a"), operations.Profile(True)),
     operations.OperationDone(
         operations.OperationId("0a"), "no room", ("/traces/worker-0.json",), 3, (b"null",), WEIGHTS

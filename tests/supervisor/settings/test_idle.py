@@ -38,6 +38,7 @@ VALUES: dict[str, object] = {  # other than the default, one that goes with noth
     "lora_dtype": "bfloat16",
     "lora_target_modules": ("q_proj",),
     "fully_sharded_loras": True,
+    "allow_runtime_lora_updating": True,
 }
 WITH: dict[str, dict[str, object]] = {  # what gives them one
     "compile_dynamic_shapes": {"compile": "inductor"},
@@ -56,12 +57,15 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
     **{
         name: {"enable_lora": True}
         for name in (
-            "max_loras",
-            "max_lora_rank",
-            "max_cpu_loras",
-            "lora_dtype",
-            "lora_target_modules",
-            "fully_sharded_loras",
+            *(
+                "max_loras",
+                "max_lora_rank",
+                "max_cpu_loras",
+                "lora_dtype",
+                "lora_target_modules",
+                "fully_sharded_loras",
+            ),
+            "allow_runtime_lora_updating",
         )
     },
 }

@@ -114,6 +114,9 @@ class RowExtra(Generic[States]):
         """The most that it can need beside the model, for the profile of memory."""
         return None
 
+    def drop(self, key: bytes) -> None:
+        """No new request will have the extra of this slot_key. Called by the thread that steps."""
+
     def in_idle_time(self) -> None:
         """There are no requests: a chance to load what the first one would wait for."""
 
@@ -178,6 +181,11 @@ class RowExtras(Generic[States]):
         """Does what takes long of an extra whose request waits for a row; gives why no row can have it. Called in other threads."""
         found = [kind.prepare(extra) for kind in self._kinds if kind.extra is type(extra)]
         return found[0] if found else None
+
+    def drop(self, key: bytes) -> None:
+        """No new request will have the extra of this slot_key."""
+        for kind in self._kinds:
+            kind.drop(key)
 
     def for_largest_step(self) -> list[StepExtra[States]]:
         """The most that they may need in a step."""
