@@ -138,6 +138,8 @@ class Generation:
     def permitted(self, parsed_request: ParsedRequest, api_key: str, model: str) -> ParsedRequest:
         """What the server lets this key ask of the model of this name. HttpError."""
         allowed = submits.permitted(parsed_request, api_key, self._backend.config)
+        if model in self._backend.resolved.served_names:
+            return allowed
         return self._backend.adapters.attached(allowed, model)
 
     async def _answered(self, request: Request, read: ReadRequest, prefix: str, form: Form) -> HttpResponse:

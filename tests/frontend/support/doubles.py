@@ -6,13 +6,17 @@ from typing import Any
 from parsing import RESOLVED
 
 from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
 def plays_all_parts(double: Any) -> Any:
-    """The double itself is each part of a Backend: its requests, its readiness, its observer and its operations."""
+    """The double itself is each part of a Backend: its requests, its readiness, its observer and its operations. Its adapters are those
+    of its model."""
     double.requests = double.readiness = double.observer = double.operations = double
+    double.adapters = Adapters()
+    double.adapters.begin(double.resolved)
     return double
 
 

@@ -54,15 +54,14 @@ class Scripted:
     readiness: Any
     observer: Any
     operations: Any
+    adapters: Adapters
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
         self.num_open = 0
+        self.resolved = resolved
         plays_all_parts(self)
         self.feed = Feed(self, Facts("frontend/0", self.version, resolved.served_names[0]), limit=2)
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
-        self.resolved = resolved
-        self.adapters = Adapters()
-        self.adapters.begin(resolved)
         self.rates = RateLimits("")
         self.poison = PoisonBodies()
         self.io_processor: IOProcessor | None = None

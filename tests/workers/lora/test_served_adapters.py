@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "phi3": ("Phi3Config", {}, PACKED),
 }
 
-PAGES = {"gemma2": 34, "mistral": 40}  # of 8 tokens, in each group
+PAGES = {"gemma2": 40, "mistral": 40}  # of those with windows: enough for all
 
 
 def configs(modules: list[str]) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_tokens_are_pefts(case: Case, backend: str, tp: int, pp: int) -> None:
     """Three adapters in two slots and rows of the base, in chunks, with preemption and the prefix cache."""
     bench = case.serve(PAGES.get(case.name, 20), backend, tp, pp)
     assert bench.tokens == case.expected(bench)
-    has_to_preempt = case.name != "mistral"  # whose requests hold a window each
+    has_to_preempt = case.name not in PAGES
     assert bench.core.batching.num_preemptions > 0 or not has_to_preempt, "memory was to be too little"
     assert bench.tokens[AGAIN[0]] == bench.tokens[5], "the same adapter, now behind its cached prefix"
     assert bench.tokens[AGAIN[0]] != bench.tokens[AGAIN[1]], "the adapters are to be no trifle"
