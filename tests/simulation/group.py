@@ -25,6 +25,7 @@ from meshlm.workers.distributed.membership import Incarnations
 from meshlm.workers.engine import NOT_BALANCED, EngineFacts
 from meshlm.workers.io import WorkerApp
 from meshlm.workers.operations import Operations
+from meshlm.workers.rows.extras.extra import RowExtras
 from meshlm.workers.weights.versions import HasWeights, WorkerWeights
 
 RESET_S = 0.3  # at most
@@ -146,6 +147,8 @@ def salt_of(source: str) -> int:
 
 class Worker(WorkerApp):
     """See the module docstring. WorkerReady is the stepper's word and may overtake results of plans before it, the completer's."""
+
+    extras: RowExtras[Any] = RowExtras((), 0)  # its rows have none
 
     def __init__(
         self, num_blocks: int, block_size: int, step_s: float, max_drafts: int, specs: tuple[KVSpec, ...]
