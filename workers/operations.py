@@ -9,7 +9,7 @@ import importlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import TYPE_CHECKING, Any, Protocol, assert_never
 
 import msgspec
 import structlog
@@ -19,8 +19,10 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine import Engine
-from meshlm.workers.rows.extras.extra import RowExtras
 from meshlm.workers.weights.versions import HasWeights, WeightsRefused, WorkerWeights
+
+if TYPE_CHECKING:
+    from meshlm.workers.rows.extras.extra import RowExtras
 
 _log = structlog.get_logger()
 LOST = (
@@ -145,7 +147,7 @@ class Operated(HasWeights, Protocol):
     """The part of an engine that operations change."""
 
     @property
-    def extras(self) -> RowExtras[Any]: ...
+    def extras(self) -> "RowExtras[Any]": ...
 
     def rebalance(self) -> str: ...
 
