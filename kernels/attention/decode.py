@@ -44,7 +44,7 @@ def _rotated(line, weight, other_weight, cos, sin, at, partner, inside, turned, 
 
 
 @triton.jit
-def _ask_for(
+def ask_for(
     keys, values, table, kv, first, last,
     PAGE: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def _decode(
     mine = (count == 1) & (split < used)  # not padding, nor a prompt in a step of both
     if AHEAD:  # noqa: SIM102 (a constant of the compiler, and a value of the device)
         if mine:
-            _ask_for(keys, values, table, kv, first, last, PAGE, KV_HEADS, DIM, BLOCK_D, AHEAD)
+            ask_for(keys, values, table, kv, first, last, PAGE, KV_HEADS, DIM, BLOCK_D, AHEAD)
     if ROPE:
         half: tl.constexpr = ROTARY // 2
         partner = tl.where(d < half, d + half, d - half)

@@ -1,4 +1,5 @@
-"""The records of attention: decodes, prompts, and prompts by hopper.py, with the heads of models and what few models' queries see."""
+"""The records of attention: decodes, drafts that are verified, prompts, and prompts by hopper.py, with the heads of models and what few
+models' queries see."""
 
 from functools import partial
 from itertools import product
@@ -11,8 +12,18 @@ from meshlm.kernels.attention import reference
 from meshlm.kernels.attention.decode import Rope, decode
 from meshlm.kernels.attention.kernel import Extras
 from meshlm.kernels.attention.prefill import prefill
-from meshlm.kernels.attention.requests import PagedStep, decode_workspace
-from meshlm.kernels.attention.tiles import SHORT_CONTEXT, decode_tiles, prefill_tiles, splits_of, tile_of_head
+from meshlm.kernels.attention.requests import PagedStep, decode_workspace, one_by_one
+from meshlm.kernels.attention.tiles import (
+    SHORT_CONTEXT,
+    VerifyTile,
+    decode_tiles,
+    prefill_tiles,
+    splits_of,
+    tile_of_head,
+    verify_lines,
+    verify_tile,
+)
+from meshlm.kernels.attention.verify import verify
 from meshlm.kernels.op import Case, Launch, Op, Tile
 from meshlm.kernels.rope_cache import reference as rope_reference
 
@@ -21,6 +32,15 @@ Heads = tuple[int, int, int]  # of queries, of keys, numbers of each
 HEADS: list[Heads] = [(32, 8, 128), (16, 8, 128)]
 DECODES = [(1, 4096), (1, 32768), (8, 4096), (32, 4096), (64, 1024), (128, 4096), (256, 1024)]  # requests, context
 LONG_DECODES = [(4, 32768), (1, 131072), (4, 131072)]
+VERIFIED_HEADS: list[Heads] = [(32, 8, 128), (64, 8, 128), (16, 8, 128)]
+VERIFIED = [
+    (1, 5, 4096),
+    (1, 16, 4096),
+    (16, 2, 4096),
+    (16, 5, 4096),
+    (64, 5, 1024),
+    (64, 5, 4096),
+]  # requests, tokens of each, context
 PREFILLS = [(1, 1024), (8, 1024), (1, 2048), (1, 8192), (4, 2048), (1, 32768)]  # requests, tokens
 # tokens of one prompt, behind those of earlier steps, which are in pages
 CHUNKS = [(1024, 24576), (2048, 24576), (8192, 24576)]
@@ -40,6 +60,7 @@ OTHER_HEADS = [  # and their models' windows, 0: none
 OTHER_PREFILLS = [(1, 512), (4, 512), (1, 2048), (8, 1024), (1, 8192)]
 PER_MULTIPROCESSOR = (2.0, 4.0, 8.0)
 DECODE_TILES = [(16, 1, 2), (32, 1, 2), (32, 2, 2), (64, 2, 2), (64, 4, 2)]  # keys, warps, stages
+VERIFY_TILES = [(16, 4, 2), (32, 4, 2), (32, 8, 2), (64, 2, 2), (64, 4, 2), (64, 8, 2), (64, 4, 3)]
 PREFILL_TILES = [(64, 4, 2), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2)]
 PREFILL_ROWS = (64, 128)
 
@@ -88,6 +109,44 @@ def _decode(
 
     read = (context - 1) % extras.chunk + 1 if extras.chunk else context
     return Launch(run, expected, n * read * 2 * kv_heads * dim * keys.element_size())
+
+
+def _verify(
+    dtype: torch.dtype, device: torch.device, n: int, queries: int, context: int, heads: Heads, seen: Case = (), tile: Tile = ()
+) -> Launch:  # fmt: skip
+    """Beside it what its kernel is for: each token as a request of its own. tile: see `_decode`."""
+    num, kv_heads, dim = heads
+    step, extras = (
+        PagedStep.random([(context - queries, queries)] * n, heads, PAGE, dtype, device),
+        _extras(seen, num, device),
+    )
+    (query, keys, values, at, _), lines = step, verify_lines(queries * num // kv_heads, dim)
+    chosen, alone = VerifyTile(lines, 4, 32, 4, 2), (4, 32, 2, 2)
+    if device.type == "cuda":
+        chosen = verify_tile(n * queries, queries, kv_heads, context, device, num // kv_heads, dim)
+        alone = tile_of_head(decode_tiles(n * queries * kv_heads, context, device, num // kv_heads, dim), dim)
+    if tile:
+        programs = n * kv_heads * chosen.of(queries, num // kv_heads)
+        chosen = VerifyTile(lines, splits_of(programs, tile[0], pdl.multiprocessors(device)), *tile[1])
+    workspace, out = decode_workspace(len(query), num, kv_heads, dim, chosen.splits, device), torch.empty_like(query)
+    tokens, (splits, block_n, warps, stages) = one_by_one(at, queries), alone
+    apart, other = decode_workspace(len(query), num, kv_heads, dim, splits, device), torch.empty_like(query)
+
+    def run() -> Tensor:
+        verify(query, keys, values, at, dim**-0.5, out, workspace[:2], queries, chosen, extras)
+        return out
+
+    def each_alone() -> Tensor:
+        decode(
+            query, keys, values, tokens, dim**-0.5, other, apart, splits, extras, block_n=block_n, warps=warps, stages=stages
+        )  # fmt: skip
+        return other
+
+    def expected() -> Tensor:
+        return reference.attention(query, keys, values, at, dim**-0.5, extras)
+
+    num_bytes = n * context * 2 * kv_heads * dim * keys.element_size()
+    return Launch(run, expected, num_bytes, beside={"one_by_one": each_alone})
 
 
 def _prefill(
@@ -141,6 +200,12 @@ OPS = (
         of_models=[(*case, heads) for heads in HEADS for case in (*DECODES, *LONG_DECODES)] + _seen(SEEN_DECODES),
         candidates=lambda case: list(product(PER_MULTIPROCESSOR, DECODE_TILES)),
         tuned=[(*case, heads) for heads in HEADS for case in DECODES],
+    ),
+    Op(
+        "verify", _verify, near=2,
+        cases=[(3, 4, 100, (4, 2, 64)), (2, 16, 70, (6, 1, 64)), (2, 3, 57, (6, 2, 80), ("chunk", 24))],
+        of_models=[(*case, heads) for heads in VERIFIED_HEADS for case in VERIFIED],
+        candidates=lambda case: list(product(PER_MULTIPROCESSOR, VERIFY_TILES)),
     ),
     Op(
         "prefill", _prefill, near=2,

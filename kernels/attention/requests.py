@@ -70,6 +70,13 @@ class PagedStep(NamedTuple):
         self.keys[~read] = self.values[~read] = torch.nan
 
 
+def one_by_one(at: Columns, queries: int) -> Columns:
+    """The tokens of requests that have `queries` each, every one as a request of its own."""
+    each = torch.arange(at.n * queries, dtype=torch.int32, device=at.rows.device)
+    request = (each // queries).long()
+    return Columns(at.rows[request], at.starts[request] + each % queries, each + 1, len(each), at.blocks)
+
+
 def decode_workspace(
     n: int, heads: int, kv_heads: int, dim: int, splits: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,6 +21,9 @@ USUAL_KEYS = 512  # that a prompt token sees, where nothing is known of its prom
 SHARED_ROWS, SHARED_TILE = 64, (64, 4, 2)  # of shared_prefix.py: requests x query heads; keys of a tile, warps, stages
 SHARED_FEWEST = 4  # requests of a tile: models with more query heads for a kv head gain little
 SHARED_PROGRAMS = 2  # that a multiprocessor gets of a launch
+VERIFY_LINES = 128  # of verify.py: queries x query heads of a tile
+MOST_SUMS, SUMS_OF_WARP = 1 << 14, 1 << 11  # numbers of a tile's sums: 64 of each thread, of 8 warps at most
+MANY_LINES = 32  # of a tile, from which on four warps have the registers for them
 
 
 @cache
@@ -118,11 +121,61 @@ def decode_tiles(
     raise AssertionError("the last entry of a table fits all")
 
 
+class VerifyTile(NamedTuple):
+    """The launch of verify.py."""
+
+    lines: int  # queries x query heads of a tile, a power of two
+    splits: int  # parts of each context, a power of two
+    block_n: int  # keys of a tile
+    warps: int
+    stages: int
+
+    def of(self, queries: int, group: int) -> int:
+        """Tiles of a request with so many queries, and of query heads of a kv head."""
+        return -(-queries * group // self.lines)
+
+
+def verify_tile(
+    tokens: int, queries: int, kv_heads: int, longest: int, device: torch.device, group: int, dim: int = MEASURED_DIM
+) -> VerifyTile:
+    """The tile of a step that verifies up to `tokens` tokens, of requests with up to `queries` of them: as the same requests' decode
+    has it (`decode_tiles`), with as many warps as more lines need.
+
+    Most requests have all the drafts that they may have, so there are as many as would fill the tokens. Where they have fewer there
+    are more requests, whose contexts are then split further than the GPU needs."""
+    lines = verify_lines(queries * group, dim)
+    programs = -(-tokens // queries) * kv_heads * -(-queries * group // lines)
+    splits, block_n, warps, stages = tile_of_head(decode_tiles(programs, longest, device, group, dim), dim)
+    least = lines * triton.next_power_of_2(dim) // SUMS_OF_WARP
+    return VerifyTile(lines, splits, block_n, max(warps, least, 4 if lines >= MANY_LINES else 1), stages)
+
+
+def verify_lines(lines: int, dim: int) -> int:
+    """Lines of a tile for queries x query heads of so many numbers: what the registers have room for, and a product needs."""
+    most: int = min(VERIFY_LINES, MOST_SUMS // triton.next_power_of_2(dim), triton.next_power_of_2(lines))
+    return max(16, most)
+
+
 def warm_sizes(
     kv_heads: int, most: int, longest: int, device: torch.device, group: int = ANY_GROUP, dim: int = MEASURED_DIM
 ) -> list[int]:
     """Numbers of requests, 1 and `most` among them, whose decodes have all the tiles that any up to `most` has: each is compiled."""
     return one_of_each(lambda requests: decode_tiles(requests * kv_heads, longest, device, group, dim), most)
+
+
+def warm_verified(
+    queries: int, kinds: list[tuple[int, int, int]], most: int, longest: int, device: torch.device
+) -> list[int]:
+    """Numbers of tokens, 1 and `most` among them, whose verifying has all the tiles that any up to `most` has. queries: the most of a
+    request. kinds: heads of layers, of queries and of keys, and their numbers."""
+
+    def tiles(tokens: int) -> tuple[VerifyTile, ...]:
+        return tuple(
+            verify_tile(tokens, queries, kv_heads, longest, device, heads // kv_heads, dim)
+            for heads, kv_heads, dim in kinds
+        )
+
+    return one_of_each(tiles, most)
 
 
 def one_of_each(variant: Callable[[int], object], most: int) -> list[int]:

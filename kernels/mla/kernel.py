@@ -44,11 +44,12 @@ def latent_tile(
 
 @triton.jit
 def latent_tile_of_lines(
-    q, q_rope, m, l, acc, first, last, table, cache, scale,
+    q, q_rope, m, l, acc, first, last, query_at, table, cache, scale,
     PAGE: tl.constexpr, LINE: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_P: tl.constexpr, MASK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same with lines as the rows of both products, for queries that see all of them: q [BLOCK_R, H], acc [BLOCK_R, H].
+    """The same with lines as the rows of both products: q [BLOCK_R, H], acc [BLOCK_R, H]. Without MASK queries see all of them,
+    whatever `last - first` is.
 
     A tensor core wants 64 rows: few query heads would leave most of them empty, lines of the cache fill them."""
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
@@ -57,10 +58,16 @@ def latent_tile_of_lines(
         c, k = _lines(at, last, r, p, table, cache, PAGE, LINE, RANK, ROTARY, BLOCK_R, BLOCK_P, True)
         s = tl.dot(c, q)
         s = tl.dot(k, q_rope, s) * (scale * 1.4426950408889634)
-        s = tl.where((at < last)[:, None], s, float("-inf"))
-        top = tl.maximum(m, tl.max(s, axis=0))
-        weights = tl.exp2(s - top[None, :])
-        fade = tl.exp2(m - top)
+        if MASK:
+            s = tl.where((at < last)[:, None] & (at[:, None] <= query_at[None, :]), s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, axis=0))
+            base = tl.where(top == float("-inf"), 0.0, top)
+        else:
+            s = tl.where((at < last)[:, None], s, float("-inf"))
+            top = tl.maximum(m, tl.max(s, axis=0))
+            base = top
+        weights = tl.exp2(s - base[None, :])
+        fade = tl.exp2(m - base)
         l = l * fade + tl.sum(weights, axis=0)
         acc = tl.dot(tl.trans(c), weights.to(q.dtype), acc * fade[None, :])
         m = top

@@ -1,5 +1,5 @@
-"""The records of latent attention: decodes, and prompts both ways, with what each needs around it. Sizes of DeepSeek-V2 and V3 (128
-heads) and of V2-Lite (16). Caches of several layers take turns, so that they come from memory."""
+"""The records of latent attention: decodes, drafts that are verified, and prompts both ways, with what each needs around it. Sizes of
+DeepSeek-V2 and V3 (128 heads) and of V2-Lite (16). Caches of several layers take turns, so that they come from memory."""
 
 from functools import partial
 
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlm.kernels import pdl
-from meshlm.kernels.attention.requests import some_columns
+from meshlm.kernels.attention.requests import one_by_one, some_columns
 from meshlm.kernels.mla.decode import decode
 from meshlm.kernels.mla.dense import context as see_context
 from meshlm.kernels.mla.dense import dense
 from meshlm.kernels.mla.prefill import prefill
 from meshlm.kernels.mla.reference import absorbed_attention
-from meshlm.kernels.mla.tiles import MOST_HEADS, DecodeTile, PrefillTile, decode_tile, splits_of
+from meshlm.kernels.mla.tiles import MOST_HEADS, DecodeTile, PrefillTile, decode_tile, splits_of, verify_tile
 from meshlm.kernels.op import Case, Launch, Op, Tile
 
 PAGE, SCALE = 16, 0.1
@@ -22,6 +22,7 @@ Sizes = tuple[int, int, int, int]  # numbers of a head without a position, of a 
 DEEPSEEK: Sizes = (128, 512, 64, 128)
 COLD = 200 << 20  # bytes of caches that take turns: more than the GPU keeps
 DECODES = [(1, 1024), (1, 4096), (1, 32768), (8, 4096), (32, 1024), (32, 4096), (48, 4096), (64, 4096), (128, 4096)]
+VERIFIED = [(queries, n, 4096) for n in (1, 8, 32, 64) for queries in (2, 4)]  # tokens of a request, requests, context
 PROMPTS = [(64, 0), (128, 0), (256, 0), (512, 0), (2048, 0), (8192, 0), (128, 4096), (512, 4096), (2048, 4096)]
 HEADS = [16, 128]
 PER_MULTIPROCESSOR = (1.0, 2.0, 3.0)
@@ -40,34 +41,52 @@ TUNED_PROMPTS = [(512, 0), (4096, 0)]
 
 
 def _decode(
-    dtype: torch.dtype, device: torch.device, n: int, context: int, heads: int, sizes: Sizes = DEEPSEEK, tile: Tile = ()
-) -> Launch:
-    """tile: programs per multiprocessor, and one of FEW_HEADS or MANY_HEADS."""
+    dtype: torch.dtype, device: torch.device, n: int, context: int, heads: int, sizes: Sizes = DEEPSEEK, tile: Tile = (),
+    queries: int = 1,
+) -> Launch:  # fmt: skip
+    """tile: programs per multiprocessor, and one of FEW_HEADS or MANY_HEADS. queries: tokens of each request."""
     nope, rank, rotary, _ = sizes
-    at, pages = some_columns([(context - 1, 1)] * n, PAGE, device)
+    at, pages = some_columns([(context - queries, queries)] * n, PAGE, device)
     read = n * context * (rank + rotary) * dtype.itemsize
     layers = min(64, -(-COLD // read)) if device.type == "cuda" else 1
     caches = [torch.randn(pages, PAGE, rank + rotary, device=device).to(dtype) for _ in range(layers)]
-    absorbed = torch.randn(n, heads, rank, device=device).to(dtype)
-    query, out = torch.randn(n, heads, nope + rotary, device=device).to(dtype), torch.empty_like(absorbed)
-    chosen = decode_tile(n, heads, device)
+    absorbed = torch.randn(n * queries, heads, rank, device=device).to(dtype)
+    query, out = torch.randn(n * queries, heads, nope + rotary, device=device).to(dtype), torch.empty_like(absorbed)
+    chosen = verify_tile(n * queries, queries, heads, device)
     if tile:
         block_h = min(MOST_HEADS, heads)
         splits = splits_of(n * -(-heads // block_h), int(tile[0] * pdl.multiprocessors(device)))
         block_n, warps, stages, of_lines = tile[1]
         chosen = DecodeTile(splits, block_n, warps, stages, block_h, of_lines)
-    parts = n * heads * chosen.splits
+    parts = n * queries * heads * chosen.splits
     workspace = torch.empty(parts * rank, device=device), torch.empty(parts * 2, device=device)
 
     def run() -> Tensor:
         for cache in caches:
-            decode(absorbed, query, cache, at, SCALE, out, workspace, chosen)
+            decode(absorbed, query, cache, at, SCALE, out, workspace, chosen, queries=queries)
         return out
 
     def expected() -> Tensor:
         return absorbed_attention(absorbed, query[..., nope:], caches[-1], at, SCALE)[0]
 
-    return Launch(run, expected, read, copies=layers)
+    tokens, alone = one_by_one(at, queries), decode_tile(len(query), heads, device)
+    parts = len(query) * heads * alone.splits
+    apart = torch.empty(parts * rank, device=device), torch.empty(parts * 2, device=device)
+
+    def each_alone() -> Tensor:
+        for cache in caches:
+            decode(absorbed, query, cache, tokens, SCALE, out, apart, alone)
+        return out
+
+    beside = {"one_by_one": each_alone} if queries > 1 else {}
+    return Launch(run, expected, read, beside=beside, copies=layers)
+
+
+def _verify(
+    dtype: torch.dtype, device: torch.device, queries: int, n: int, context: int, heads: int, sizes: Sizes = DEEPSEEK
+) -> Launch:
+    """Beside it what its kernel is for: each token as a request of its own."""
+    return _decode(dtype, device, n, context, heads, sizes, queries=queries)
 
 
 class _Prompt:
@@ -140,6 +159,10 @@ OPS = (
     Op(
         "decode", _decode, [(2, 37, 6, SMALL), (5, 70, 16, (8, 64, 16, 16))], ALL_DECODES, near=2, candidates=_decode_tiles,
         tuned=[(*case, heads) for heads, cases in TUNED_DECODES.items() for case in cases],
+    ),
+    Op(
+        "verify", _verify, [(3, 2, 37, 6, SMALL), (4, 3, 70, 16, (8, 64, 16, 16))],
+        [(*case, heads) for heads in HEADS for case in VERIFIED], near=2,
     ),
     Op(
         "absorbed", partial(_prompt, "absorbed"), [(22, 0, 6, SMALL), (19, 21, 6, SMALL)], ALL_PROMPTS, near=4,

@@ -84,6 +84,16 @@ def warm_sizes(heads: int, most: int, device: torch.device) -> list[int]:
     return one_of_each(variant, most)
 
 
+def verify_tile(tokens: int, queries: int, heads: int, device: torch.device) -> DecodeTile:
+    """The tile of a step that verifies up to `tokens` tokens, of requests with up to `queries` of them; see attention/tiles.py's."""
+    return decode_tile(-(-tokens // queries), queries * heads, device)
+
+
+def warm_verified(queries: int, heads: int, most: int, device: torch.device) -> list[int]:
+    """Numbers of tokens whose verifying has all the tiles that any up to `most` has. queries: the most of a request."""
+    return [min(most, queries * size) for size in warm_sizes(queries * heads, -(-most // queries), device)]
+
+
 def prefill_tile() -> PrefillTile:
     return PrefillTile(**_table()["prefill"])
 

@@ -43,7 +43,7 @@ def environment(triton: str, folder: Path) -> dict[str, str]:
 SECTIONS = [
     ("products", 19),
     ("sums", 4),
-    ("attention", 18),
+    ("attention", 50),
     ("exchange", 6),
     ("states", 13),
     ("hopper", 16),

@@ -110,6 +110,25 @@ def test_decode(shape: tuple[int, int, int, int], tile: DecodeTile, dtype: torch
     assert bool(out[2:5].isnan().all())
 
 
+QUERIES = 4
+VERIFIED = [(0, 3), (36, 1), (17, 0), (50, 4), (30, 3), (63, 2)]  # start and tokens
+
+
+@pytest.mark.parametrize("tile", [*TILES[1:3], DecodeTile(1, 16, 4, 2, 32), DecodeTile(3, 16, 8, 2, 64)])
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+def test_verify(shape: tuple[int, int, int, int], tile: DecodeTile, dtype: torch.dtype) -> None:
+    """Any mix of tokens of a request, each of which sees those before it; tiles whose heads are of two tokens."""
+    step = Step(VERIFIED, shape, dtype)
+    tokens, heads, rank = step.absorbed.shape
+    out = torch.full_like(step.absorbed, torch.nan)
+    workspace = (
+        torch.full((tokens * heads * tile.splits * rank,), torch.nan, device=DEVICE),
+        torch.full((tokens * heads * tile.splits * 2,), torch.nan, device=DEVICE),
+    )
+    decode(step.absorbed, step.query, step.cache, step.at, step.scale, out, workspace, tile, queries=QUERIES)
+    near(out, step.expected()[0], dtype, 2)
+
+
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
 def test_prefill(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     step = Step([(0, 1), (37, 1), (0, 26), (20, 17), (64, 3)], shape, dtype)

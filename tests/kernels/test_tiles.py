@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlm.kernels.attention.tiles import hopper_wave, most_parts_of, one_of_each, splits_of, tile_of_head
+from meshlm.kernels.attention.tiles import (
+    hopper_wave,
+    most_parts_of,
+    one_of_each,
+    splits_of,
+    tile_of_head,
+    verify_lines,
+    verify_tile,
+    warm_verified,
+)
 
 GPUS = st.tuples(st.floats(0.5, 16), st.integers(1, 400))
 
@@ -52,3 +61,42 @@ def test_a_wave_of_attention_is_a_tile_for_each_multiprocessor(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     device = torch.device("cuda")
     assert [hopper_wave(*heads, device) for heads in ((32, 8), (28, 4), (16, 8), (32, 32))] == [528, 594, 1056, 528]
+
+
+@given(st.integers(1, 128), st.integers(1, 16), st.sampled_from([32, 64, 80, 96, 128, 192, 256, 320, 512]))
+def test_the_lines_of_drafts_fit_the_registers(group: int, queries: int, dim: int) -> None:
+    lines = verify_lines(group * queries, dim)
+    assert lines in {16, 32, 64, 128}
+    assert lines * dim <= 64 * 32 * 8, "numbers of the sums that a thread of eight warps keeps"
+    assert lines >= min(group * queries, 32), "or keys are read more often than they must be"
+
+
+H200 = SimpleNamespace(multi_processor_count=132)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "queries", "expected"), [(5, 5, (32, 32, 4)), (80, 5, (32, 4, 4)), (320, 5, (32, 1, 4))]
+)
+def test_drafts_of_a_model_of_8_billions(
+    tokens: int, queries: int, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1, 16 and 64 requests with five tokens: lines, splits as the same requests' decodes have them, and warps for the lines."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    tile = verify_tile(tokens, queries, 8, 4096, torch.device("cuda"), 4)
+    assert (tile.lines, tile.splits, tile.warps) == expected
+    assert tile.of(queries, 4) == 1
+    assert tile.of(16, 16) == 8
+
+
+def test_what_is_warmed_up_has_all_tiles_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
+    device, kinds, most = torch.device("cuda"), [(32, 8, 128), (32, 4, 64)], 300
+
+    def tiles(tokens: int) -> list[tuple[int, ...]]:
+        return [verify_tile(tokens, 5, kv, 1 << 15, device, heads // kv, dim) for heads, kv, dim in kinds]
+
+    warm = warm_verified(5, kinds, most, device=device, longest=1 << 15)
+    assert warm[0] == 1
+    assert warm[-1] == most
+    for nth in range(len(kinds)):
+        assert {tiles(tokens)[nth] for tokens in warm} == {tiles(tokens)[nth] for tokens in range(1, most + 1)}

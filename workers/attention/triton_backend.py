@@ -3,7 +3,7 @@
 Decodes wait for memory, prompts for arithmetic.
 """
 
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -13,14 +13,28 @@ from meshlm.kernels.attention.kernel import EVERYTHING, PLAIN, Columns, Extras, 
 from meshlm.kernels.attention.prefill import prefill
 from meshlm.kernels.attention.self_test import self_test_chunks, self_test_heads, self_test_slopes
 from meshlm.kernels.attention.shared_prefix import shared_prefix
-from meshlm.kernels.attention.tiles import LARGE_DIM, Variant, decode_tiles, most_parts, shared_tile, tile_of_head
+from meshlm.kernels.attention.tiles import (
+    LARGE_DIM,
+    Variant,
+    decode_tiles,
+    most_parts,
+    shared_tile,
+    tile_of_head,
+    verify_tile,
+)
+from meshlm.kernels.attention.verify import verify
 from meshlm.kernels.lightning_index.self_test import IndexShape, self_test_index
 from meshlm.kernels.states import Pieces
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import ToChoose
-from meshlm.workers.attention.triton_latent import LatentWorkspace, TritonLatentAttention, TritonSparseAttention
+from meshlm.workers.attention.triton_latent import (
+    LatentWorkspace,
+    TritonLatentAttention,
+    TritonSparseAttention,
+    not_verified,
+)
 from meshlm.workers.batch import UNKNOWN, CrossCache, LayerCache, StepInputs
 from meshlm.workers.layers.ops import AttentionShape, LatentShape, LayerStep
 from meshlm.workers.states.self_test import self_test_states
@@ -61,6 +75,10 @@ class Workspace:
             self._shared.append(torch.empty(floats, device=self._flat.device))
         flat = self._shared[-1]
         return flat[: used * dim], flat[used * dim :], self._counters
+
+    def of_verified(self, tokens: int, num_heads: int, splits: int, dim: int) -> tuple[Tensor, Tensor]:
+        """The same for steps that verify drafts, whose parts are combined by a kernel that counts nothing."""
+        return self.of_shared(tokens if splits > 1 else 0, num_heads, splits, dim)[:2]
 
 
 class TritonAttention:
@@ -179,8 +197,32 @@ class TritonAttention:
         rope: Rope | None,
         shared: SharedPrefixes | None = None,
     ) -> None:
-        both, columns = (cache.keys, cache.values), self._decodes[cache.group]
-        self._split(query, both, columns, self._longest, scale, out, extras, rope, shared)
+        both, columns, verified = (cache.keys, cache.values), self._decodes[cache.group], self._batch.verified
+        if verified is None or self._batch.num_decodes == UNKNOWN:
+            if verified is not None:
+                rest = self._not_verified
+                columns = Columns(rest.rows, rest.starts, rest.ends, rest.n, columns.blocks)
+            self._split(query, both, columns, self._longest, scale, out, extras, rope, shared)
+        if verified is not None:
+            self._verify(query, cache, verified, scale, out, extras)
+
+    @cached_property
+    def _not_verified(self) -> Columns:
+        return not_verified(self._batch)
+
+    def _verify(
+        self, query: Tensor, cache: LayerCache, verified: Columns, scale: float, out: Tensor, extras: Extras
+    ) -> None:
+        """Attention of the requests whose drafts the step verifies: each context is read once for all tokens of its request."""
+        keys, queries, (_, heads, dim) = cache.keys, self._batch.queries, out.shape
+        kv_heads = keys.shape[2]
+        columns = Columns(
+            verified.rows, verified.starts, verified.ends, verified.n, self._batch.block_tables[cache.group]
+        )
+        tokens = min(self._num, verified.n * queries, len(out))
+        tile = verify_tile(tokens, queries, kv_heads, self._longest, out.device, heads // kv_heads, dim)
+        scratch = self._workspace.of_verified(tokens, heads, tile.splits, dim)
+        verify(query, keys, cache.values, columns, scale, out, scratch, queries, tile, extras)
 
     def _split(
         self,

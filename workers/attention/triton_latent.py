@@ -10,6 +10,8 @@ Each token of a step is computed as a request with one: scores of all tokens tha
 Shapes do not depend on what requests are, so any step may be in a CUDA graph.
 """
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +22,7 @@ from meshlm.kernels.mla import dense
 from meshlm.kernels.mla.decode import decode
 from meshlm.kernels.mla.few import ROWS, absorb_cache, decode_values
 from meshlm.kernels.mla.prefill import prefill
-from meshlm.kernels.mla.tiles import decode_tile, most_parts
+from meshlm.kernels.mla.tiles import decode_tile, most_parts, verify_tile
 from meshlm.workers.attention.aux_stream import AuxStream
 from meshlm.workers.attention.sparse_latent import Chosen, LastChoice
 from meshlm.workers.batch import UNKNOWN, Prompt, StepInputs
@@ -33,25 +35,42 @@ FEW_CONTEXTS = 8  # requests with one, in a step
 
 
 class LatentWorkspace:
-    """Room for the parts of split contexts, shared by all layers and steps. CUDA graphs keep its address: it has its final size after
-    the first decode."""
+    """Room for the parts of split contexts, shared by all layers and steps. It has its final size after the first decode; the heads of
+    drafts are more, and get a new room: CUDA graphs keep theirs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._flat = torch.empty(0, device=device)
+        self._rooms = [torch.empty(0, device=device)]  # the latest is the largest
 
     def of(self, requests: int, heads: int, splits: int, rank: int) -> tuple[Tensor, Tensor]:
         """Sums [requests, heads, splits, rank], maxima and weights [.., 2], flat."""
-        most = most_parts(heads, self._flat.device) * heads
-        if self._flat.numel() < most * (rank + 2):
-            self._flat = torch.empty(most * (rank + 2), device=self._flat.device)
+        flat = self._rooms[-1]
+        most = most_parts(heads, flat.device) * heads
+        if flat.numel() < most * (rank + 2):
+            flat = torch.empty(most * (rank + 2), device=flat.device)
+            self._rooms.append(flat)
         used = requests * heads * splits if splits > 1 else 0
         assert used <= most
-        return self._flat[: used * rank], self._flat[used * rank :]
+        return flat[: used * rank], flat[used * rank :]
+
+
+def not_verified(batch: StepInputs) -> Columns:
+    """The columns of a step without the verified tokens: those that had one have none. The device alone knows which these are.
+
+    But the first request, which has all of them: where that is one, it is computed for nothing, and before the verified ones."""
+    of, verified = batch.columns, batch.verified
+    assert of is not None
+    assert verified is not None
+    ends = of.ends.maximum(verified.ends[verified.n - 1])
+    return Columns(of.rows, of.starts, ends, of.n, of.blocks)
 
 
 class TritonLatentAttention:
     def __init__(self, batch: StepInputs, workspace: LatentWorkspace, side: AuxStream) -> None:
         self._batch, self._workspace, self._side = batch, workspace, side
+
+    @cached_property
+    def _not_verified(self) -> Columns:
+        return not_verified(self._batch)
 
     def is_few(self, columns: Columns) -> bool:
         """Whether `attend_few` computes the step. It writes latents as it goes, so no token may see another of the step."""
@@ -151,11 +170,21 @@ class TritonLatentAttention:
         scale: float,
         out: Tensor,
     ) -> None:
-        """Attends for the first `num` requests, which have one token each."""
-        first = Columns(columns.rows, columns.starts, columns.ends, num, columns.blocks)
-        tile = decode_tile(num, heads.num_heads, query.device)
-        scratch = self._workspace.of(num, heads.num_heads, tile.splits, heads.rank)
-        decode(absorbed, query, cache, first, scale, out, scratch, tile)
+        """Attends for the first `num` requests, which have one token each, or for the requests that these are verified tokens of."""
+        verified, first = self._batch.verified, columns
+        if verified is None or self._batch.num_decodes == UNKNOWN:
+            if verified is not None:
+                first = self._not_verified
+            first = Columns(first.rows, first.starts, first.ends, num, columns.blocks)
+            tile = decode_tile(num, heads.num_heads, query.device)
+            scratch = self._workspace.of(num, heads.num_heads, tile.splits, heads.rank)
+            decode(absorbed, query, cache, first, scale, out, scratch, tile)
+        if verified is not None:
+            queries, tokens = self._batch.queries, min(num, len(absorbed), verified.n * self._batch.queries)
+            mine = Columns(verified.rows, verified.starts, verified.ends, verified.n, columns.blocks)
+            tile = verify_tile(tokens, queries, heads.num_heads, query.device)
+            scratch = self._workspace.of(-(-tokens // queries), queries * heads.num_heads, tile.splits, heads.rank)
+            decode(absorbed, query, cache, mine, scale, out, scratch, tile, queries=queries)
 
     def _context(
         self,

@@ -109,12 +109,16 @@ def sums() -> None:
 
 
 def attention() -> None:
-    """Prompts and decodes: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large heads, of shared prefixes."""
+    """Prompts, decodes and drafts that are verified: plain, with windows, chunks, slopes, caps and sinks, of 8-bit caches, of large
+    heads, of shared prefixes, of latents."""
     from meshlm.kernels.attention.decode import decode
     from meshlm.kernels.attention.kernel import Columns, Extras, SharedPrefixes
     from meshlm.kernels.attention.prefill import prefill
     from meshlm.kernels.attention.shared_prefix import shared_prefix
-    from meshlm.kernels.attention.tiles import tile_of_head
+    from meshlm.kernels.attention.tiles import VerifyTile, tile_of_head, verify_lines
+    from meshlm.kernels.attention.verify import verify
+    from meshlm.kernels.mla.decode import decode as decode_latents
+    from meshlm.kernels.mla.tiles import DecodeTile
 
     kinds = [
         (128, torch.bfloat16, Extras()),
@@ -131,11 +135,21 @@ def attention() -> None:
         room = torch.empty(64 * 8 * splits * dim), torch.empty(64 * 8 * splits * 2), ints(64 * 2)
         prefill(query, keys, keys, at, 0.1, out, extras=extras, tiles=tile_of_head((64, 64, 4, 2), dim))
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras)
+        for queries in (4, 16):
+            tile = VerifyTile(verify_lines(4 * queries, dim), splits, 64 if dim <= 128 else 16, 8, 2)
+            verify(query, keys, keys, at, 0.1, out, room[:2], queries, tile, extras)
         if extras.window or extras.chunk or dim > 256:
             continue
         shared = SharedPrefixes(ints(9, 5), ints(4), ints(4), ints(4), 16, 4)
         shared_prefix(query[:4], keys, keys, at, shared, 0.1, room, splits, extras)
         decode(query[:4], keys, keys, at, 0.1, out[:4], room, splits, extras, shared=shared)
+    lines, parts = empty(64, 16, 576), (torch.empty(1 << 20), torch.empty(1 << 12))
+    for heads, of_latents in ((8, DecodeTile(4, 64, 4, 2, of_lines=True)), (16, DecodeTile(4, 64, 8, 2, 64))):
+        absorbed, query = empty(16, heads, 512), empty(16, heads, 192)
+        for queries in (1, 4):
+            decode_latents(
+                absorbed, query, lines, at, 0.1, torch.empty_like(absorbed), parts, of_latents, queries=queries
+            )
 
 
 def exchange() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from meshlm.kernels.attention import tiles
 from meshlm.kernels.attention.kernel import Columns
 from meshlm.kernels.rope_cache.kernel import rope_cache
 from meshlm.workers.attention import triton_backend
@@ -103,8 +104,9 @@ STEPS = {
 
 
 @pytest.fixture(autouse=True)
-def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "decode_tiles", lambda *_: (2, 16, 1, 1))  # else the GPU says
+def two_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (tiles, triton_backend):
+        monkeypatch.setattr(module, "decode_tiles", lambda *_: (2, 16, 1, 1))  # else the GPU says
 
 
 def steps_of(given: Verifying) -> list[list[tuple[StepInputs, slice]]]:
@@ -112,7 +114,7 @@ def steps_of(given: Verifying) -> list[list[tuple[StepInputs, slice]]]:
     tokens = len(given.step.input_ids)
     unknown = replace(given.step, num_decodes=UNKNOWN, known=None)
     found = [[(given.step, slice(None))], [(unknown, slice(None))]]
-    for cut in (2, 7, tokens - 1):
+    for cut in (7, tokens - 1):  # within a request, before the last token
         found.append(list(zip(halves_of(given.step, cut), (slice(cut), slice(cut, None)), strict=True)))
     return found
 
@@ -121,8 +123,13 @@ def triton(step: StepInputs) -> TritonAttention:
     return TritonAttention(step, BLOCK, Workspace(CPU, 4096), AuxStream(CPU), LatentWorkspace(CPU))
 
 
-@pytest.mark.parametrize(("heads", "window", "chunk"), [((4, 2, 16), 0, 0), ((6, 1, 32), 6, 0), ((3, 3, 16), 0, 8)])
-@pytest.mark.parametrize("name", STEPS)
+HEADS = [((4, 2, 16), 0, 0), ((6, 1, 32), 6, 0), ((3, 3, 16), 0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "window", "chunk"),
+    [*(("beside prompts", *heads) for heads in HEADS), ("with padding", *HEADS[0]), ("all verified", *HEADS[1])],
+)
 def test_heads(name: str, heads: tuple[int, int, int], window: int, chunk: int) -> None:
     torch.manual_seed(1)
     given, (num, kv_heads, dim) = STEPS[name], heads
