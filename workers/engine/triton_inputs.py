@@ -23,7 +23,6 @@ from torch import Tensor
 
 from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
-from meshlm.kernels.verify.kernel import MOST
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows
@@ -67,6 +66,7 @@ class TritonInputs:
         """samples: whether tokens are sampled here (not on a stage of a pipeline before the last)."""
         self._rows, self.staging, self._device, self._samples = rows, staging, device, samples
         self.verified: Columns | None = None  # where drafts are verified: the requests of the step
+        self.queries = 1  # the most tokens of one of those
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._tables = rows.block_tables.unbind()
         self._each: Tensor | None = None  # 1, 2, ... so many as there are rows
@@ -164,8 +164,11 @@ class TritonInputs:
         return replace(batch, shared=self._shared(requests)) if shared else batch
 
     def _verified(self, batch: StepInputs) -> StepInputs:
-        """A batch whose decodes stand token by token."""
-        return replace(batch, verified=self.verified, queries=MOST)
+        """A batch whose decodes stand token by token. No more of its requests decode than it has tokens."""
+        of = self.verified
+        assert of is not None
+        n = min(of.n, len(batch.input_ids))
+        return replace(batch, verified=Columns(of.rows, of.starts, of.ends, n, of.blocks), queries=self.queries)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         return halves_of(batch, cut)

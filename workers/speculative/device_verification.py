@@ -59,6 +59,7 @@ class DeviceVerification(Verifier):
         self._entries = torch.zeros(aligned(rows.max_lines + 1), dtype=torch.int32, device=device)
         self.counts = torch.zeros(2, self._stride, dtype=torch.int32, device=device)
         inputs.verified = Columns(*self._of_attention(), rows.max_rows, rows.block_tables[0])
+        inputs.queries = 1 + config.num_speculative_tokens
         self._key: Key | None = None  # of the last step's graph
         self._chance: tuple[Tensor, Tensor] | None = None
         if config.rejection_sample_method == "synthetic":
