@@ -39,7 +39,7 @@ def vector_families() -> list[str]:
     """One name for each module that computes them, and for all that encoders and decoders give."""
     of_module: dict[str, list[str]] = {}
     of_task: dict[str, list[str]] = {}
-    for name, family in serving_what(Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES, Serves.REWARDS).items():
+    for name, family in serving_what(Serves.VECTORS, Serves.CLASSES, Serves.TOKEN_CLASSES).items():
         module, _, _ = family.model.partition(":")
         of_module.setdefault(module, []).append(name)
         of_task.setdefault(f"{module.endswith('bert')} {family.serves}", []).append(name)
