@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable
 from functools import partial
 
-from msgspec.structs import replace
-
 from meshlm.coordinator import replies
 from meshlm.coordinator.frontends import Frontends
 from meshlm.coordinator.held import Held, hold
@@ -79,13 +77,11 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> list[Send]:
         before = self.weights.current
-        effects = self._handle(event, now)
-        while self.weights.is_asking and (mine := [send for send in effects if send.to == COORDINATOR]):
-            effects = [send for send in effects if send.to != COORDINATOR]
-            for send in mine:
-                assert isinstance(send.message, OperationDone)
-                effects += self.weights.done(send.message, now)
-        return effects if self.weights.current.is_same(before) else [*effects, *self._other_weights()]
+        effects = self.weights.heard(self._handle(event, now), now)
+        if self.weights.current.is_same(before):
+            return effects
+        self.weights.judge_all(self.router)
+        return [*effects, *self.frontends.serving_change()]
 
     def _handle(self, event: Event, now: float) -> list[Send]:
         match event:
@@ -173,14 +169,6 @@ class Coordinator:
             if isinstance(send.message, Operation) and isinstance(send.message.action, Pause | Resume):
                 self.frontends.paused, self._decides_pause = isinstance(send.message.action, Pause), True
         return sends
-
-    def _other_weights(self) -> list[Send]:
-        """The mesh is to have other weights: no rank serves that does not have them, and what they have computed is of no use."""
-        for rank in self.ranks.values():
-            if rank.load is not None:
-                load = self.weights.judged(rank.load)
-                self.router.load(rank, replace(load, ended=(), started=(), returned=()))
-        return self.frontends.serving_change()
 
     # --- membership ---
 

@@ -67,7 +67,7 @@ class Operations:
         """A rank is there, or another number of them is wanted: what waited for that is asked now."""
         effects = []
         for asked in self._asked.values():  # first: they are older
-            if asked.gone.pop(rank, None) is not None:
+            if rank in ranks and asked.gone.pop(rank, None) is not None:
                 effects.append(Send(rank, asked.operation))
         if _missing(ranks, num_ranks) is None:
             held, self._held = self._held, {}

@@ -16,6 +16,7 @@ from msgspec import Struct, json
 from msgspec.structs import replace
 
 from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.routing import Router
 from meshlm.protocol import operations as ops
 from meshlm.protocol.edges.admit import Load
 from meshlm.protocol.operations import CheckWeights, Operation, OperationDone, OperationId, UseWeights
@@ -44,7 +45,7 @@ class _Update(Struct):
 
 
 class Weights:
-    """`current` is the mesh's version; `ask` asks all ranks for an operation, whose answer comes to `done`."""
+    """`current` is the mesh's version; `ask` asks all ranks for an operation, whose answer comes to `heard`."""
 
     def __init__(self, current: WeightsVersion, ask: Callable[[Operation, float], list[Send]]) -> None:
         self.current = current
@@ -66,11 +67,6 @@ class Weights:
     def changes(self) -> bool:
         """Whether ranks are about to take another version."""
         return self._update is not None and self._update.before is not None
-
-    @property
-    def is_asking(self) -> bool:
-        """Whether ranks are asked for something."""
-        return self._update is not None
 
     # --- what is asked ---
 
@@ -118,7 +114,16 @@ class Weights:
 
     # --- what ranks answer ---
 
-    def done(self, done: OperationDone, now: float) -> list[Send]:
+    def heard(self, sends: list[Send], now: float) -> list[Send]:
+        """The messages that are for others, and what follows from answers among them to what the coordinator itself has asked."""
+        while self._update is not None and (mine := [send.message for send in sends if send.to == COORDINATOR]):
+            sends = [send for send in sends if send.to != COORDINATOR]
+            for message in mine:
+                assert isinstance(message, OperationDone)
+                sends += self._done(message, now)
+        return sends
+
+    def _done(self, done: OperationDone, now: float) -> list[Send]:
         """All ranks have answered."""
         update = self._update
         if update is None or not done.id.startswith(update.operation.id):
@@ -165,6 +170,12 @@ class Weights:
         if found is None or not load.serving or found.is_same(self.current):
             return load
         return replace(load, serving=False)
+
+    def judge_all(self, router: Router) -> None:
+        """The mesh is to have another version: no rank serves that does not have it, and what they have computed is of no use."""
+        for rank in router.ranks.values():
+            if rank.load is not None:
+                router.load(rank, replace(self.judged(rank.load), ended=(), started=(), returned=()))
 
     def catch_up(self, ranks: Mapping[Identity, Rank], now: float) -> list[Send]:
         """Asks ranks of another version, or that call it otherwise, to take the mesh's; each after a while again."""

@@ -107,8 +107,7 @@ class Scheduler:
 
     def handle(self, event: Event, now: float) -> list[Send]:
         self.batching.now_ns = now_ns = int(now * 1e9)
-        weights = self.workers.weights
-        output = Output(now_ns, self.limits.dp_rank, "" if weights is None else weights.label)
+        output = Output(now_ns, self.limits.dp_rank, self.workers.label)
         effects, timings = list[Send](), tuple[int, ...]()
         match event:
             case Received(message=StepResult() as result):
@@ -136,10 +135,8 @@ class Scheduler:
         """The next step for all workers of the rank, if one may be sent now and has something to do."""
         lockstep = self.lockstep
         steps_along = lockstep is not None and self.serving and self._rank.rests
-        is_full = len(self.inflight) >= self.batching.budget.depth(self._depth)
-        if is_full or not (self._rank.plans or steps_along) or (lockstep is not None and not lockstep.may_step()):
-            return []
-        if self.operations.pending and self.operations.holds_steps:
+        holds = len(self.inflight) >= self.batching.budget.depth(self._depth) or self.operations.holds_steps
+        if holds or not (self._rank.plans or steps_along) or (lockstep is not None and not lockstep.may_step()):
             return []
         goes_on = bool(self.batching.running)
         step = StepId(self._next_step)
@@ -308,10 +305,10 @@ class Scheduler:
         """A worker's answer. Where a method has changed the weights, all that was computed is of others."""
         sends = self.operations.answered(worker, done)
         changed = next((send.message.weights for send in sends if isinstance(send.message, OperationDone)), None)
-        if changed is None:
-            return sends
-        self.wishes.changed_by_call(changed)
-        return [*sends, *self._anew(now)]
+        if changed is not None:
+            self.wishes.changed_by_call(changed)
+            sends += self._anew(now)
+        return sends
 
     def _worker_asleep(self, sender: Identity, asleep: WorkerAsleep, now: float) -> list[Send]:
         self.workers.sleeps(sender, asleep)
@@ -328,8 +325,7 @@ class Scheduler:
         facts = self.workers.ready(sender, ready)
         if self._rank.session is Session.BEHIND:
             self.load.tell_all()
-            now = output.now_ns / 1e9
-            return self.wishes.settled(now) if self.workers.have_been_asked else self._anew(now)
+            return (self.wishes.settled if self.workers.have_been_asked else self._anew)(output.now_ns / 1e9)
         if not facts:
             return []
         self.wishes.rekey(self.requests.values())

@@ -33,7 +33,7 @@ class Operations:
     @property
     def holds_steps(self) -> bool:
         """Whether no step may follow before the workers have answered: a method that they call may change their weights."""
-        return any(isinstance(self.pending[one].action, CallWorkers) for one in self._answers)
+        return bool(self._answers) and any(isinstance(self.pending[one].action, CallWorkers) for one in self._answers)
 
     def answered(self, worker: Identity, done: OperationDone) -> list[Send]:
         """A worker's answer; one that nobody waits for is dropped."""

@@ -40,6 +40,11 @@ class Workers:
         """Whether they are to be without some of their memory."""
         return self.sleeping is not None and bool(self.sleeping.tags)
 
+    @property
+    def label(self) -> str:
+        """What their weights are called; empty: that is not known yet."""
+        return "" if self.weights is None else self.weights.label
+
     def up(self, worker: Identity, incarnation: Incarnation, now: float) -> list[Send]:
         self._incarnations[worker] = incarnation
         return self.begin(now)

@@ -5,7 +5,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from meshlm.protocol.operations import Pause, RebalanceExperts, ResetPrefixCache
+from meshlm.protocol.operations import Pause, RebalanceExperts, ResetPrefixCache, UpdateWeights
 from meshlm.protocol.wire.ids import Identity, Role
 
 
@@ -28,6 +28,7 @@ class Kind(Enum):
     ROLES = "the second of three ranks is for prompts, and decodes again (only where ranks have roles)"
     RESET = "the prefix cache is reset, and what runs is computed anew"
     REBALANCE = "experts are to move between ranks that step together"
+    UPDATE = "a trainer updates the weights from another folder"
     HOLD = "an operator pauses the mesh, and has it go on"
     LOSE_LINK = "one end of a link between a frontend and a detokenizer gives it up, although both live"
     EARLY_WORD = "a peer is heard before App.start has run"
@@ -46,7 +47,12 @@ KILLS = {
     Kind.KILL_WORKER: Role.WORKER,
     Kind.KILL_SENDING: Role.SCHEDULER,
 }
-OPERATIONS = {Kind.RESET: ResetPrefixCache(preempt=True), Kind.REBALANCE: RebalanceExperts(), Kind.HOLD: Pause()}
+OPERATIONS = {
+    Kind.RESET: ResetPrefixCache(preempt=True),
+    Kind.REBALANCE: RebalanceExperts(),
+    Kind.HOLD: Pause(),
+    Kind.UPDATE: UpdateWeights(),  # its source is the next one
+}
 ENDS = (Role.FRONTEND, Role.DETOKENIZER)  # of a link that is given up
 CUTS = (Kind.CUT, Kind.CUT_ONE_WAY)
 FAULTS = (

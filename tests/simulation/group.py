@@ -6,7 +6,7 @@ collective on a GPU, or sees its step fail, as with gloo; it is the mesh that mu
 
 from typing import Any
 
-from mock_worker import VOCAB, Computed, Model
+from mock_worker import VOCAB, Computed, Model, salt_of
 from msgspec.structs import replace
 from network import running
 from pages import SimulatedMoves
@@ -138,11 +138,6 @@ class SimulatedWeights(WorkerWeights):
     def _readable(self, version: WeightsVersion) -> Resolved:
         resolved = self._config.require_resolved()
         return replace(resolved, model_path=version.source) if version.number else resolved
-
-
-def salt_of(source: str) -> int:
-    """What weights of this source add to each token; weights of the start nothing."""
-    return 1_000 * int(source.removeprefix("weights-")) if source.startswith("weights-") else 0
 
 
 class Worker(WorkerApp):
@@ -280,7 +275,8 @@ class Worker(WorkerApp):
         return ""
 
     def load_weights(self, resolved: Resolved) -> None:
-        self._model.salt = salt_of(resolved.model_path)
+        number = resolved.model_path.partition("weights-")[2]
+        self._model.salt = salt_of(int(number or 0))
 
     def sum_weights(self) -> str:
         return str(self._model.salt)

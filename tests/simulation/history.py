@@ -15,7 +15,7 @@ from world import BEGIN_S, World
 
 from meshlm.coordinator.io import CoordinatorApp
 from meshlm.detokenizer.io import DetokenizerApp
-from meshlm.protocol.operations import Resume
+from meshlm.protocol.operations import Resume, UpdateWeights
 from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Identity, Role
 from meshlm.protocol.wire.session import SessionState
 from meshlm.runtime.process.process import App
@@ -32,7 +32,9 @@ class History:
 
     def __init__(self, scenario: Scenario, story: list[str] | None = None) -> None:
         self.scenario = scenario
-        self.clients = [Client(ask) for ask in scenario.asks]
+        self.num_updates = 0
+        changes = any(fault.kind is Kind.UPDATE for fault in scenario.faults)
+        self.clients = [Client(ask, weights_change=changes) for ask in scenario.asks]
         self.everyone = everyone = (*scenario.supervisors, *scenario.identities)
         linked = scenario.linked
         self._peers = {
@@ -103,7 +105,11 @@ class History:
         elif fault.kind in OPERATIONS:
             supervisor = world.processes[HEAD]
             assert isinstance(supervisor.app, Supervisor)
-            world.at(world.now, supervisor, supervisor.app.operate, OPERATIONS[fault.kind])
+            action = OPERATIONS[fault.kind]
+            if fault.kind is Kind.UPDATE:
+                self.num_updates += 1
+                action = UpdateWeights(f"weights-{self.num_updates}")
+            world.at(world.now, supervisor, supervisor.app.operate, action)
             for again in range(ASKED if fault.kind is Kind.HOLD else 0):  # a coordinator that dies tells nobody
                 at = world.now + fault.seconds + again * ASKED_AGAIN_S
                 world.at(at, supervisor, supervisor.app.operate, Resume())
@@ -223,9 +229,16 @@ def leftovers(process: Process) -> str:
                 "owner": router.owner,
                 "held": router.held,
                 "ledger": ledger,
+                "update": router.weights.updating,
             }
+            wrong = [
+                one.load.weights
+                for one in router.ranks.values()
+                if one.load is not None and one.load.weights is not None
+            ]
+            kept["weights"] = [one for one in wrong if not one.is_same(router.weights.current)]
         case Worker():
-            kept = {"group": app.leftover()}
+            kept = {"group": app.leftover(), "weights": app._weights.behind}
         case SchedulerApp():
             rank = app._core
             assert rank is not None

@@ -24,6 +24,19 @@ def next_token(state: int) -> int:
     return (state >> 7) % VOCAB
 
 
+def salt_of(number: int) -> int:
+    """What the weights of this number add to each token; those of the start nothing."""
+    return 1_000 * number
+
+
+def state_of(tokens: Iterable[int], number: int) -> int:
+    """What these tokens leave with the weights of this number."""
+    state = 0
+    for token in tokens:
+        state = extend(state, token + salt_of(number))
+    return state
+
+
 def reference(prompt: Iterable[int], num_tokens: int) -> list[int]:
     return generate(prompt, num_tokens, next_token)
 

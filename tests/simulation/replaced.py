@@ -26,6 +26,7 @@ from meshlm.scheduler_proc.connectors import holder, transfers
 from meshlm.supervisor.nodes import network as supervisor_network
 from meshlm.workers import io as worker_io
 from meshlm.workers.distributed import membership
+from meshlm.workers.weights import versions
 
 LEASE_NS = 3_000_000_000  # of a lease: a history waits until all have ended
 
@@ -99,6 +100,7 @@ def simulated() -> Iterator[None]:
             (links_module, "msgspec", fast),
             (links_module, "zmq", SimpleNamespace(ZMQError=OSError)),
             (mesh_module, "_log", _Log()),
+            (versions, "_log", _Log()),
             (detokenizer_io, "tokenizer_files", SimpleNamespace(load=lambda path: LOADED)),
             (detokenizer_io, "TokenTable", lambda loaded: TABLE),
             (detokenizer_io, "ThreadPoolExecutor", _Threads),

@@ -165,6 +165,8 @@ def make(seed: int, kinds: tuple[Kind, ...] = (), shape: Shape | None = None) ->
     states = random.Random(f"states {seed}")
     if states.random() < 0.2:
         specs = states.choice(STATES)
+    if Kind.UPDATE in kinds:  # what ends an answer earlier would hang on its weights
+        asks = tuple(replace(ask, pool=None, stop_ids=(), stops=()) for ask in asks)
     made = replace(plain, asks=asks, faults=faults, max_drafts=drafts.choice((0, 0, 1, 2, 4)), kv_specs=specs)
     return with_roles(made) if random.Random(f"roles {seed}").random() < 0.4 else made
 

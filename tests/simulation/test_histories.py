@@ -140,6 +140,22 @@ def test_a_mesh_that_is_paused_goes_on_whatever_dies() -> None:
     assert min(paused, rested) > 50, (paused, rested)
 
 
+def test_a_mesh_whose_weights_change_has_one_version_whatever_dies() -> None:
+    """No token mixes what two versions computed, none is of older weights than the one before, and in the end all have the same."""
+    done = failed = behind = 0
+    for seed in range(FIRST, FIRST + 200):
+        story: list[str] = []
+        shape = (Shape.PLAIN, Shape.GROUP, Shape.LOCKSTEP, Shape.HOSTS, Shape.FAR_HOSTS)[seed % 5]
+        assert violation(make(seed, (*(Kind.UPDATE,) * 4, *KILLS_OF_RANKS, Kind.SCALE), shape), story) == "", seed
+        told = [line for line in story if " OperationDone(" in line and line.split()[2] == "supervisor/0"]
+        failed += sum("error=''" not in line for line in told)
+        done += len(told)
+        behind += sum(" Operation(" in line and "id='weights-" in line for line in story)
+    assert done > 40, done
+    assert failed < done / 4, (failed, done)
+    assert behind, "a rank that came with other weights was asked to take the mesh's"
+
+
 def test_ranks_that_step_together_lose_members() -> None:
     """Whatever dies, the others leave the step, meet again and go on; a rank without work steps along."""
     aborted = prepared = steps = empty = 0
