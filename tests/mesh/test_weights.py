@@ -198,3 +198,30 @@ def test_running_requests_by_policy(models: Models) -> None:
 def is_running(server: Serving) -> bool:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return any(line.startswith("meshlm:num_requests_running{") and not line.endswith(" 0.0") for line in lines)
+
+
+def test_ranks_that_share_experts_change_before_the_same_step(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    first, second = (write(folder, seed, experts=True) for seed, folder in enumerate(folders))
+    flags = ("-dp", "2", "--enable-expert-parallel", "--enable-sleep-mode")
+    with serving(str(folders[0]), *DEV, *flags) as server:
+        assert [pinned(server, rank) for rank in (0, 1)] == [first[0]] * 2
+        update(server, str(folders[1]), "new")
+        assert [pinned(server, rank) for rank in (0, 1)] == [second[0]] * 2
+        kill(server, "worker")
+        assert [pinned(server, rank) for rank in (0, 1)] == [second[0]] * 2
+        post(server, "/sleep?level=2")
+        post(server, "/wake_up?tags=weights")
+        update(server, str(folders[0]), "old")
+        post(server, "/wake_up?tags=kv_cache")
+        assert [pinned(server, rank) for rank in (0, 1)] == [first[0]] * 2
+
+
+def test_a_mesh_that_began_without_weights_gets_some(models: Models) -> None:
+    """With --load-format dummy, as trainers begin."""
+    (a, b, _), (_, second, _) = models
+    with serving(a, *DEV, "--load-format", "dummy") as server:
+        update(server, b, "first")
+        assert greedy(server) == second
+        kill(server, "worker")
+        assert greedy(server) == second

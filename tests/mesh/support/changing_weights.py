@@ -22,7 +22,16 @@ class Changes:
 """
 
 
-def write(folder: Path, seed: int) -> list[list[int]]:
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "head_dim": 16,
+}
+
+
+def write(folder: Path, seed: int, *, experts: bool = False) -> list[list[int]]:
     """A model's files in this folder, and its greedy tokens."""
     import transformers
 
@@ -30,8 +39,9 @@ def write(folder: Path, seed: int) -> list[list[int]]:
     if not (folder / "tokenizer.json").exists():
         small_model(folder, "llama")
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(**{**SHAPE, "initializer_range": 0.2}, eos_token_id=None, bos_token_id=None)
-    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    kind = transformers.Qwen3MoeConfig if experts else transformers.LlamaConfig
+    shape = {**SHAPE, "initializer_range": 0.2, **(EXPERTS if experts else {})}
+    model = transformers.AutoModelForCausalLM.from_config(kind(**shape, eos_token_id=None, bos_token_id=None)).float()
     model.save_pretrained(folder)
     return [greedy_of(model, prompt) for prompt in PROMPTS]
 
