@@ -4,6 +4,7 @@ Called by network.py with what their supervisors say. Settings marked PER_NODE i
 of the sections below may not. Only samples of the weights are read.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 from collections.abc import Iterator, Sequence
@@ -123,10 +124,19 @@ def facts(config: MeshConfig) -> dict[str, str]:
             value = getattr(resolved, setting.name, getattr(getattr(config, setting.section), setting.name))
             found[setting.flag] = str(value).replace(" ", "")
     found["--kv-events-config"] = "enabled" if config.kv_events.enabled else "absent"  # its addresses may differ
-    # kernels are compiled for the processor; the version says what they are compiled of
     if config.worker.deterministic:
-        found |= {"the processor": _processor(), "torch": importlib.metadata.version("torch")}
+        found |= {"torch": importlib.metadata.version("torch")} | _compiler(resolved.device)
     return found
+
+
+def _compiler(device: str) -> dict[str, str]:
+    """What kernels' last bits depend on beside their source, of which the version says. GPUs are all of the one compute capability that
+    --deterministic is proven for."""
+    if device != "cuda":
+        return {"the processor": _processor()}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return {"triton": importlib.metadata.version("triton")}
+    return {"triton": "absent"}
 
 
 def _processor() -> str:

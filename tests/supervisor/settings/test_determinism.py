@@ -12,6 +12,7 @@ from meshlm.protocol.config import (
     ExpertConfig,
     MeshConfig,
     ParallelConfig,
+    ServerConfig,
     SpeculativeConfig,
     WorkerConfig,
 )
@@ -49,8 +50,7 @@ def check(config: MeshConfig, spec: ModelSpec = LLAMA, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("config", "spec", "changes", "text"),
     [
-        ({}, LLAMA, {"device": "cuda"}, "not proven on a GPU yet; use --device cpu"),
-        ({}, LLAMA, {"device": "tiny"}, "not proven on --device tiny yet"),
+        ({}, LLAMA, {"device": "tiny"}, "not proven on --device tiny; use --device cpu"),
         ({}, LLAMA, {"dtype": "bfloat16"}, "not proven for --dtype bfloat16; use --dtype float32"),
         (
             {"worker": WorkerConfig(deterministic=True, attention_backend="torch")},
@@ -95,6 +95,44 @@ def test_what_is_not_proven_is_refused(
         check(MeshConfig(**config), spec, **changes)
 
 
+GPU = spec_of(hidden_size=64, num_attention_heads=1, head_dim=64, intermediate_size=128)
+ON_GPU = {"device": "cuda", "dtype": "bfloat16"}
+FP8 = QuantizationSpec(method="fp8", schemes=())
+
+
+@pytest.mark.parametrize(
+    ("config", "spec", "text"),
+    [
+        ({"parallel": ParallelConfig(tensor_parallel_size=2)}, GPU, "--tensor-parallel-size 2"),
+        ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, GPU, "--pipeline-parallel-size 2"),
+        ({"worker": WorkerConfig(deterministic=True, compile="inductor")}, GPU, "--compile inductor"),
+        ({"worker": WorkerConfig(deterministic=True, attention_backend="triton")}, GPU, "-backend triton; use auto"),
+        ({"server": ServerConfig(enable_prompt_embeds=True)}, GPU, "--enable-prompt-embeds"),
+        ({"cache": CacheConfig(kv_cache_dtype="fp8")}, GPU, "--kv-cache-dtype fp8"),
+        ({"experts": ExpertConfig(enable_eplb=True)}, GPU, "--enable-eplb"),
+        ({}, msgspec.structs.replace(GPU, quantization=FP8), "quantised weights"),
+        ({}, spec_of(mla=MLASpec(**LATENT)), "latent attention"),
+        ({}, spec_of(moe=msgspec.structs.replace(MOE, expert_bias=True)), "experts with biases"),
+        ({}, msgspec.structs.replace(GPU, attn_logit_softcapping=30.0), "sinks, soft caps"),
+        ({}, msgspec.structs.replace(GPU, attention_sinks=True), "sinks, soft caps"),
+        ({}, spec_of(hidden_size=512, num_attention_heads=2, head_dim=256), "heads of 256 numbers"),
+        ({}, spec_of(hidden_size=68, num_attention_heads=1, head_dim=64), "products of 68 inputs"),
+        ({}, msgspec.structs.replace(GPU, architecture="GemmaForCausalLM"), "GemmaForCausalLM on a GPU; use --device"),
+    ],
+)
+def test_what_is_not_proven_on_a_gpu_is_refused(config: dict[str, Any], spec: ModelSpec, text: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--deterministic \(VLLM_BATCH_INVARIANT\): not proven .*{text}"):
+        check(MeshConfig(**{"worker": WANTED, **config}), spec, **ON_GPU)
+
+
+def test_what_is_proven_on_a_gpu_is_taken() -> None:
+    check(MeshConfig(worker=WANTED), GPU, **ON_GPU)
+    moe = MoESpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    check(MeshConfig(worker=WANTED), spec_of(hidden_size=64, num_attention_heads=1, head_dim=64, moe=moe), **ON_GPU)
+    with pytest.raises(UsageError, match="not proven for --dtype float16; use --dtype bfloat16"):
+        check(MeshConfig(worker=WANTED), GPU, device="cuda", dtype="float16")
+
+
 def test_what_is_proven_is_taken() -> None:
     for spec in (LLAMA, spec_of(moe=MOE), spec_of(quantization=ROUNDED), spec_of(mla=MLASpec(**LATENT))):
         for ranks in (1, 2):
@@ -107,6 +145,8 @@ def test_nodes_compare_their_processors() -> None:
     resolved = msgspec.structs.replace(resolved_of(LLAMA), load_format="dummy")
     asked, other = (core.facts(MeshConfig(worker=one, resolved=resolved)) for one in (WANTED, WorkerConfig()))
     assert asked.keys() - other.keys() == {"the processor", "torch"}
+    on_gpu = core.facts(MeshConfig(worker=WANTED, resolved=msgspec.structs.replace(resolved, device="cuda")))
+    assert on_gpu.keys() - other.keys() == {"triton", "torch"}
     theirs = asked | {"the processor": "0123 (another)"}
     assert core.differences(asked, theirs) == (
         f"the processor is {asked['the processor']} on the head and 0123 (another) on the node"
