@@ -20,9 +20,9 @@ from torch import Tensor
 from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 
-KEYS, SPLIT = 64, 512
+KEYS, SPLIT = 64, 256
 DECODED, PROMPTS = (16, 4, 3), (32, 4, 3)  # lines of a tile, if a kv head has no more query heads; warps, stages
-WAVE = {16: 3}  # programs that a multiprocessor runs at once, by the lines of a tile; else 2
+PROGRAMS = 12  # of a multiprocessor: some times as many as it runs at once, so that few of them wait for the last ones
 MOST_FLOATS = 1 << 24  # of the workspace for contexts that several programs share
 LARGEST_DIM = 128
 
@@ -158,10 +158,10 @@ class Workspace:
         self.counters = torch.zeros(1 << 12, dtype=torch.int32, device=device)
 
 
-def programs_of(tiles: int, kv_heads: int, splits: int, floats: int, device: torch.device, lines: int) -> int:
+def programs_of(tiles: int, kv_heads: int, splits: int, floats: int, device: torch.device) -> int:
     """Programs that share the context of a tile of queries, so that the GPU is full: each choice gives the same bits. floats: of
     workspace that sharing takes."""
-    each = WAVE.get(lines, 2) * pdl.multiprocessors(device) // (tiles * kv_heads)
+    each = PROGRAMS * pdl.multiprocessors(device) // (tiles * kv_heads)
     return min(each, splits) if each > 1 and floats <= MOST_FLOATS else 1
 
 
@@ -183,7 +183,7 @@ def attention(
     splits = triton.cdiv(longest, SPLIT)
     used = tokens * heads * splits
     if programs is None:
-        programs = programs_of(tiles, kv_heads, splits, used * (dim + 2), query.device, lines)
+        programs = programs_of(tiles, kv_heads, splits, used * (dim + 2), query.device)
     assert programs == 1 or (used * (dim + 2) <= MOST_FLOATS and tiles * kv_heads <= len(workspace.counters))
     parts, sums = workspace.floats[: used * dim], workspace.floats[used * dim :]
     _attention[(kv_heads, tiles, programs)](

@@ -151,10 +151,10 @@ def test_programs_fill_the_gpu() -> None:
     of = invariant.programs_of
     multiprocessors = 8 if not ON_GPU else torch.cuda.get_device_properties(0).multi_processor_count
     device = torch.device(DEVICE)
-    assert of(1, 2, 64, 1000, device, 32) == min(64, multiprocessors)
-    assert of(1, 2, 3, 1000, device, 16) == 3
-    assert of(1, 2, 64, 1 << 25, device, 16) == 1
-    assert of(10_000, 8, 64, 1000, device, 16) == 1
+    assert of(1, 2, 64, 1000, device) == min(64, invariant.PROGRAMS * multiprocessors // 2)
+    assert of(1, 2, 3, 1000, device) == 3
+    assert of(1, 2, 64, 1 << 25, device) == 1
+    assert of(10_000, 8, 64, 1000, device) == 1
 
 
 def test_columns_of_any_width() -> None:
