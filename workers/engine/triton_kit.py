@@ -274,6 +274,8 @@ class TritonKit(TorchKit):
                 numbers = tiles.warm_shared(rows.prefixes.sizes, full, most, longest, engine.device)
                 for key in shared_to_warm_up(engine.graphs.keys, numbers, most):
                     self._padded(key)
+            for key in _steps_with_drafts(engine, self._inputs):
+                self._padded(key)
             if engine.shard.is_last:
                 self._head.one_line()
                 self._head.warm_up_masks()
@@ -288,6 +290,20 @@ def _attention_kinds(spec: ModelSpec) -> list[tuple[int, int, bool]]:
     """Key-value heads of layers that attend, their size, and whether they have a window: each kind once, in the order of layers."""
     found = ((one.num_key_value_heads, one.head_dim, one.sliding_window > 0) for one in spec.attentions)
     return list(dict.fromkeys(found))
+
+
+def _steps_with_drafts(engine: ModelEngine, inputs: TritonInputs) -> list[Key]:
+    """Steps that verify so many tokens that attention has each tile that it may have for them; none where nobody drafts."""
+    spec, rows, device = engine.spec, engine.rows, engine.device
+    if inputs.verified is None:
+        return []
+    if spec.mla is not None:
+        numbers = latent_tiles.warm_verified(inputs.queries, spec.num_attention_heads, rows.max_lines, device)
+    else:
+        kinds = [(spec.num_attention_heads, kv_heads, dim) for kv_heads, dim, _ in _attention_kinds(spec)]
+        longest = rows.block_tables.shape[-1] * rows.block_size
+        numbers = tiles.warm_verified(inputs.queries, kinds, rows.max_lines, longest, device)
+    return [Key(number, number, drafts=True) for number in numbers]
 
 
 def _short_decodes(engine: ModelEngine, keys: list[Key]) -> list[Key]:

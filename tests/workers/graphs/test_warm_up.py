@@ -262,6 +262,23 @@ def test_attention_in_graphs_for_short_contexts_is_launched_for_those(monkeypatc
     assert longest == [SHORT_CONTEXT] * 2 + [LENGTH] * 2, "two layers"
 
 
+@pytest.mark.parametrize("drafting", [False, True])
+def test_drafts_are_verified_with_every_tile(monkeypatch: pytest.MonkeyPatch, drafting: bool) -> None:
+    def some(programs: int, *_: object) -> tiles.Tile:
+        return 1 if programs > 24 else 4, 32, 2, 2
+
+    case = Case(monkeypatch, 48, (8, 2))
+    monkeypatch.setattr(tiles, "decode_tiles", some)
+    rows = SimpleNamespace(block_tables=torch.zeros(1, 1, 8), block_size=BLOCK, max_lines=100)
+    engine: Any = SimpleNamespace(spec=case.spec, rows=rows, device=CPU)
+    inputs: Any = SimpleNamespace(verified=object() if drafting else None, queries=5)
+    tokens = [key.tokens for key in triton_kit._steps_with_drafts(engine, inputs)]
+    kv_heads = case.spec.num_key_value_heads
+    assert tokens == ([1, 2, 4, 8, 16, 32, 64, 100] if drafting else [])
+    splits = {tiles.verify_tile(number, 5, kv_heads, 8 * BLOCK, CPU, 1, case.spec.head_dim).splits for number in tokens}
+    assert splits == ({1, 4} if drafting else set()), "one kind for few requests, one for many"
+
+
 @pytest.mark.parametrize(("context", "sizes"), [(SHORT_CONTEXT, []), (2 * SHORT_CONTEXT, [1, 2])])
 def test_which_decodes_have_other_tiles_where_contexts_are_short(
     monkeypatch: pytest.MonkeyPatch, context: int, sizes: list[int]
