@@ -19,7 +19,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -280,8 +279,7 @@ def made(model: str, folder: Path, *, mode: bool) -> ModelEngine:
         "dtype": "bfloat16",
         "max_model_len": 4096,
     }
-    config = resolve.resolve(flags.build(values, None))
-    config = replace(config, worker=replace(config.worker, deterministic=mode))
+    config = resolve.resolve(flags.build({**values, "deterministic": mode}, None))
     return make.make_engine(config, lambda *progress: None)
 
 
