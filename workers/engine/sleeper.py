@@ -99,6 +99,8 @@ class Sleeper:
             torch.cuda.synchronize(engine.device)
         if not before:
             engine.graphs.forget()  # they hold addresses
+            if engine.verification is not None:
+                engine.verification.forget_graphs()
         with torch.inference_mode():
             for tag in TAGS:
                 if tag in before and tag not in tags:

@@ -69,7 +69,6 @@ class TritonInputs:
         self.queries = 1  # the most tokens of one of those
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._tables = rows.block_tables.unbind()
-        self._each: Tensor | None = None  # 1, 2, ... so many as there are rows
 
     @property
     def _changes_at(self) -> int:
@@ -173,12 +172,10 @@ class TritonInputs:
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         return halves_of(batch, cut)
 
-    def decodes(self, rows: Tensor, starts: Tensor) -> StepInputs:
-        """A token of each of these rows, int32 [n], at these places; nobody samples."""
-        if self._each is None:
-            self._each = torch.arange(1, self._rows.table.num_rows + 1, dtype=torch.int32, device=self._device)
+    def decodes(self, rows: Tensor, starts: Tensor, ends: Tensor) -> StepInputs:
+        """A token of each of these rows, int32 [n], at these places, or none where `ends` (prefix sums) do not grow; nobody samples."""
         n = len(rows)
-        columns = Columns(rows, starts, self._each[:n], n, self._tables[0])
+        columns = Columns(rows, starts, ends, n, self._tables[0])
         input_ids, positions, slots = self._tokens(columns, n)
         return StepInputs(
             input_ids=input_ids,

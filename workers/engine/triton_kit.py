@@ -31,7 +31,7 @@ from meshlm.workers.engine.graph_steps import PaddedStep, TimedSteps
 from meshlm.workers.engine.kit import TorchKit
 from meshlm.workers.engine.state_self_test import self_test_model
 from meshlm.workers.engine.triton_inputs import Staging, TritonInputs
-from meshlm.workers.graphs.dispatcher import Captures, Dispatcher
+from meshlm.workers.graphs.dispatcher import Captures, Dispatcher, Recorder
 from meshlm.workers.graphs.keys import (
     LONG_CONTEXT,
     SHORT,
@@ -46,6 +46,7 @@ from meshlm.workers.graphs.keys import (
     shared_to_warm_up,
     steps_to_warm_up,
 )
+from meshlm.workers.graphs.replays import Replays
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.rows.changes import NOTHING
@@ -70,13 +71,16 @@ class TritonKit(TorchKit):
         return self._inputs
 
     def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
-        self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
+        lines = LINES if rows.max_lines == rows.max_rows else 2 * LINES  # drafts have lines of their own
+        self._head = LogitsSampler(model, rows, dtype, rows.state.device, lines if samples else 0)
         return self._head
 
     def verification(self, engine: ModelEngine) -> DeviceVerification | None:
         config = engine.config.speculative
         if config.method:
-            drafter = device_drafter_of(engine, self._inputs, self._head)
+            alone = engine.shard.size == 1 and engine.config.worker.cudagraph_mode != "NONE"
+            replays = Replays(Recorder() if alone and not engine.config.worker.enforce_eager else None)
+            drafter = device_drafter_of(engine, self._inputs, self._head, replays)
             self._verification = DeviceVerification(config, drafter, engine.rows, self._inputs)
         return self._verification
 

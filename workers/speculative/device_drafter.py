@@ -2,7 +2,7 @@
 how many there are. An engine has one at the most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -23,13 +23,19 @@ class DraftedRows(NamedTuple):
     host: Verified  # the same, as the host knows it
 
 
-class Kept(NamedTuple):
-    """What m requests of a step have got."""
+class ComputedStep(NamedTuple):
+    """A step that the model has computed."""
 
-    rows: Tensor  # int32 [>= m]
-    firsts: Tensor  # int32 [>= m]: places of their first tokens that sample, among the step's
-    counts: Tensor  # int32 [>= m]: tokens that they got; 0: it did not sample
-    m: int
+    key: Hashable | None  # of steps whose tensors are where these are; None: of no other
+    batch: Callable[[], StepInputs]  # makes its tokens again, with the padding that it had
+
+
+class Kept(NamedTuple):
+    """What a step's requests have got; those that are padding: the dummy row, and any number."""
+
+    rows: Tensor  # int32 [n]
+    firsts: Tensor  # int32 [n]: places of their first tokens that sample, among the step's
+    counts: Tensor  # int32 [n]: tokens that they got; 0: it did not sample
 
 
 class DeviceDrafter(Protocol):
@@ -37,8 +43,11 @@ class DeviceDrafter(Protocol):
         """Write drafts behind the known tokens of rows; found int32 [>= m] gets how many. All that may be drafted is verified, whatever
         stands there."""
 
-    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None:
-        """The model has computed a step, whose tokens `batch_of` gives, and what rows got stands in them."""
+    def computed(self, step: ComputedStep, kept: Kept) -> None:
+        """What rows got of the step stands in them."""
+
+    def forget_graphs(self) -> None:
+        """Memory moves to other addresses."""
 
     def warm_up(self, largest: int) -> None:
         """Have all kernels compiled, once there are caches. largest: tokens of a step."""
@@ -54,8 +63,11 @@ class DeviceNgram:
         known, tokens = self._rows.columns["num_known"], self._rows.tokens
         kernel.ngram(of.rows, of.drafts, known, tokens, found, of.m, self._shortest, self._longest)
 
-    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None:
+    def computed(self, step: ComputedStep, kept: Kept) -> None:
         """It reads rows alone."""
+
+    def forget_graphs(self) -> None:
+        """It has none."""
 
     def warm_up(self, largest: int) -> None:
         """See `DeviceVerification.warm_up`."""

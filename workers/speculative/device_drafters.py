@@ -6,6 +6,7 @@ import torch
 
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.replays import Replays
 from meshlm.workers.models.drafters import StateDrafter
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.speculative.device_drafter import DeviceDrafter, DeviceNgram
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 FLAG = "--speculative-config"
 
 
-def device_drafter_of(engine: "ModelEngine", inputs: TritonInputs, head: LogitsSampler) -> DeviceDrafter:
+def device_drafter_of(
+    engine: "ModelEngine", inputs: TritonInputs, head: LogitsSampler, graphs: Replays
+) -> DeviceDrafter:
     """ProcessFatal where a GPU drafts nothing so."""
     config, rows, compute, target = engine.config.speculative, engine.rows, engine.compute, engine.model
     if config.method == "ngram":
@@ -25,8 +28,9 @@ def device_drafter_of(engine: "ModelEngine", inputs: TritonInputs, head: LogitsS
     model = engine.draft_model
     if model is None:
         raise ProcessFatal(f"{FLAG}: method {config.method} drafts on --device cpu alone so far")
+    shared = rows, compute, inputs, head, graphs, config.num_speculative_tokens
     if not isinstance(model, StateDrafter):
-        return DeviceModels(model, None, rows, compute, inputs, head)
+        return DeviceModels(model, None, *shared)
     if len(model.local.layers) > 1:
         raise ProcessFatal(
             f"{FLAG}: method mtp: several layers draft on --device cpu alone so far; this model has them"
@@ -35,7 +39,7 @@ def device_drafter_of(engine: "ModelEngine", inputs: TritonInputs, head: LogitsS
     most = engine.most_tokens
     if model.taps:
         target.tap(model.taps, most)
-        return DeviceModels(model, lambda count: target.tapped[:count], rows, compute, inputs, head)
+        return DeviceModels(model, lambda count: target.tapped[:count], *shared)
     size = engine.resolved.spec.hidden_size
     compute.last_states = torch.zeros(most, size, dtype=engine.dtype, device=engine.device)
-    return DeviceModels(model, lambda count: compute.last_states[:count], rows, compute, inputs, head)
+    return DeviceModels(model, lambda count: compute.last_states[:count], *shared)

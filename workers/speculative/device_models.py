@@ -7,7 +7,6 @@ is written over by the next step, which begins at the row's last known token, be
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,12 +15,15 @@ from torch import Tensor
 
 from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.keys import decode_sizes
+from meshlm.workers.graphs.replays import PATIENCE, Replays
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LogitsSampler
-from meshlm.workers.rows.changes import I32
+from meshlm.workers.rows.changes import I32, NOTHING
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import columns_of
-from meshlm.workers.speculative.device_drafter import DraftedRows, Kept
+from meshlm.workers.rows.table import aligned
+from meshlm.workers.speculative.device_drafter import ComputedStep, DraftedRows, Kept
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.compute import Compute
@@ -40,25 +42,30 @@ class DeviceModels:
         compute: "Compute",
         inputs: TritonInputs,
         head: LogitsSampler,
+        graphs: Replays,
+        most: int,
     ) -> None:
         """target_states: of the last step's first tokens, so many, what a model takes that reads them, [t, any]; None: it is a model of
-        its own."""
+        its own. most: drafts of a row."""
         self._model, self._target_states, self._compute = model, target_states, compute
-        self._rows, self._inputs, self._head = rows, inputs, head
+        self._rows, self._inputs, self._head, self._graphs = rows, inputs, head, graphs
         num_rows, device = rows.table.num_rows, rows.state.device
         self._states = torch.zeros(num_rows, model.spec.hidden_size, dtype=head.hidden.dtype, device=device)
-        self._drafting = torch.zeros(num_rows, dtype=torch.int32, device=device)  # rows, those with most drafts first
-        self._ends = torch.arange(1, num_rows + 1, dtype=torch.int32, device=device)
+        self._stride, self._sizes, self._most = aligned(num_rows), decode_sizes(rows.max_rows), most
+        # Rows, those with most drafts first, and for each draft prefix sums of who gets it.
+        self._drafting = torch.zeros(1 + most, self._stride, dtype=torch.int32, device=device)
         self._vocab_size = head.vocab_size
 
-    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None:
+    def computed(self, step: ComputedStep, kept: Kept) -> None:
         """Computes the same tokens; of states, together with the tokens that follow them."""
-        batch = batch_of()
+        self._graphs.run(step.key, lambda: self._compute_again(step.batch(), kept))
+
+    def _compute_again(self, batch: StepInputs, kept: Kept) -> None:
         states = None if self._target_states is None else self._target_states(len(batch.input_ids))
         found = self._run(batch, states)
-        if states is not None and kept.m:
-            last = (kept.firsts[: kept.m] + kept.counts[: kept.m] - 1).clamp_(min=0).long()
-            self._states.index_copy_(0, kept.rows[: kept.m].long(), found[last])
+        if states is not None:
+            last = (kept.firsts + kept.counts - 1).clamp_(0, len(found) - 1).long()
+            self._states.index_copy_(0, kept.rows.long(), found[last])
 
     def _run(self, batch: StepInputs, states: Tensor | None) -> Tensor:
         ids = batch.input_ids if states is None else self._inputs.following(batch)
@@ -72,26 +79,31 @@ class DeviceModels:
         counts = of.host.drafts
         order = np.argsort(-counts, kind="stable")[: int((counts > 0).sum())]
         torch.clamp(of.drafts[: of.m], min=0, out=found[: of.m])
-        if not len(order):
-            return
-        self._inputs.staging.send(of.host.rows[order], self._drafting)
-        self._draft(counts[order])
+        if len(order):
+            self._draft(of.host.rows[order], counts[order])
 
-    def _draft(self, counts: I32) -> None:
-        """Drafts for the first rows of `_drafting`, of which each gets so many, a falling number."""
-        rows = self._drafting[: len(counts)]
+    def _draft(self, rows: I32, counts: I32) -> None:
+        """Drafts for these rows, of which each gets so many, a falling number."""
+        n, most = len(rows), int(counts[0])
+        size = next(size for size in self._sizes if size >= n)
+        host = np.full((1 + most, self._stride), self._rows.max_rows, np.int32)
+        host[0, :n] = rows
+        host[1:] = np.minimum(np.arange(1, self._stride + 1), (counts > np.arange(most)[:, None]).sum(1)[:, None])
+        self._inputs.staging.send(host.ravel(), self._drafting.view(-1))
+        self._graphs.run((size, most), lambda: self._pass(size, most))
+
+    def _pass(self, size: int, most: int) -> None:
+        """`_drafting` says for which rows, of so many with padding."""
+        rows, *ends = self._drafting[: 1 + most, :size]
         known = self._rows.columns["num_known"][rows.long()]
-        states = None if self._target_states is None else self._states[rows.long()]
-        for nth in range(int(counts[0])):
-            n = int((counts > nth).sum())
-            if states is None:
-                states_then = self._run(self._inputs.decodes(rows[:n], known[:n] + (nth - 1)), None)
+        states = self._states[rows.long()]
+        for nth, upto in enumerate(ends):
+            at = (known + (nth - 1)).clamp_(min=0)
+            if self._target_states is None:
+                states = self._run(self._inputs.decodes(rows, at, upto), None)
             elif nth:
-                states_then = self._run(self._inputs.decodes(rows[:n], known[:n] + (nth - 2)), states[:n])
-            else:
-                states_then = states[:n]
-            self._head.draw(states_then, (rows[:n], known[:n] + (nth - 1), self._ends[:n]), self._logits)
-            states = None if self._target_states is None else states_then
+                states = self._run(self._inputs.decodes(rows, (at - 1).clamp_(min=0), upto), states)
+            self._head.draw(states, (rows, at, upto), self._logits)
 
     def _logits(self, hidden: Tensor, out: Tensor) -> None:
         """Of the target's tokens; -inf for those that it has none for."""
@@ -102,17 +114,21 @@ class DeviceModels:
         out[:, found.shape[1] :] = -torch.inf
         out[:, : found.shape[1]].copy_(found)
 
+    def forget_graphs(self) -> None:
+        self._graphs.forget()
+
     def warm_up(self, largest: int) -> None:
         """Compiles what drafts need, on the dummy row, whose pages hold nothing yet. largest: tokens of a step."""
-        dummy = self._rows.max_rows
+        dummy, none = self._rows.max_rows, torch.zeros(1, dtype=torch.int32, device=self._drafting.device)
         self._rows.columns["num_known"][dummy] = ALIVE
         for counts in ([1], [1] * min(8, dummy), [3], [largest]):
             n = len(counts)
             step = columns_of(np.full(n, dummy, np.int32), np.zeros(n, np.int32), np.array(counts, np.int32))
-            self._inputs.send(step, n, np.empty(0, np.int32), 0, np.arange(n))
-            batch_of = partial(self._inputs.of_step, step)
-            none = torch.zeros(n, dtype=torch.int32, device=self._drafting.device)
-            self.computed(batch_of, Kept(none + dummy, none, none + 1, n))
-            self._drafting[:n] = dummy
-            self._draft(np.full(n, ALIVE, np.int32))
+            self._inputs.send(step, n, NOTHING, 0, np.arange(n))
+            self._compute_again(self._inputs.of_step(step), Kept(none + dummy, none, none + 1))
         self._inputs.clear()
+        for size in self._sizes:
+            if size & (size - 1) == 0:
+                for _ in range(PATIENCE):
+                    self._draft(np.full(size, dummy, np.int32), np.full(size, self._most, np.int32))
+        self._rows.columns["num_known"][dummy] = 0

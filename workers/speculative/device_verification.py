@@ -27,7 +27,7 @@ from meshlm.workers.rows.changes import I32, I64
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns, Verified, columns_of
 from meshlm.workers.rows.table import aligned
-from meshlm.workers.speculative.device_drafter import DeviceDrafter, DraftedRows, Kept
+from meshlm.workers.speculative.device_drafter import ComputedStep, DeviceDrafter, DraftedRows, Kept
 from meshlm.workers.speculative.verification import SYNTHETIC_SALT
 from meshlm.workers.speculative.verifier import Verifier
 
@@ -79,6 +79,9 @@ class DeviceVerification(Verifier):
 
     def reset(self) -> None:
         """It learns nothing."""
+
+    def forget_graphs(self) -> None:
+        self.drafter.forget_graphs()
 
     def draft(self, step: StepColumns, plan: StepPlan, changes: I32, segments: int) -> tuple[StepColumns, I32, int]:
         """The step as the device computes it. Its changes are applied with its columns."""
@@ -156,7 +159,7 @@ class DeviceVerification(Verifier):
         assert verified is not None
         m = len(verified.rows)
         host = np.zeros((NUM_COLUMNS, self._stride), np.int32)
-        host[1] = verified.ends[-1] if m else 0
+        host[0], host[1] = self._rows.max_rows, verified.ends[-1] if m else 0
         for line, column in zip(host, verified[:NUM_COLUMNS], strict=True):
             line[:m] = column
         self._inputs.staging.send(host.ravel(), self._columns.view(-1))
@@ -174,20 +177,23 @@ class DeviceVerification(Verifier):
         verified = step.verified
         assert verified is not None
         m = len(verified.rows)
-        if not m:
-            return Outcome(timeline.fetch(sampled))
         rows, ends, starts, firsts, drafts, tokens = self._columns
         of, known = self._rows.columns, self._rows.columns["num_known"]
         draws = of["seed"], of["num_prompt_tokens"]
-        kernel.accept(
-            (rows, ends, firsts, drafts), known, starts, self._entries, sampled, self.counts[0], self._rows.tokens, draws, m,
-            self._chance,
-        )  # fmt: skip
-        self.drafter.computed(partial(self._batch, step), Kept(rows, tokens, self.counts[0], m))
-        found = timeline.fetch(sampled)
-        if not step.shows_drafts:
-            return Outcome(found)
-        return Outcome(found, kept=timeline.fetch(self.counts[:, :m], more=True), verified=verified)
+        if m:
+            kernel.accept(
+                (rows, ends, firsts, drafts), known, starts, self._entries, sampled, self.counts[0], self._rows.tokens, draws, m,
+                self._chance,
+            )  # fmt: skip
+        outcome = Outcome(timeline.fetch(sampled))
+        if step.shows_drafts:
+            kept = timeline.fetch(self.counts[:, :m], more=True)
+            outcome = outcome._replace(kept=kept, verified=verified)
+        if step.n:
+            self.drafter.computed(
+                ComputedStep(self._key, partial(self._batch, step)), Kept(rows, tokens, self.counts[0])
+            )
+        return outcome
 
     def _batch(self, step: StepColumns) -> StepInputs:
         """The last step's tokens, with padding where a graph computed them."""

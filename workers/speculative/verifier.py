@@ -25,6 +25,9 @@ class Verifier(RowExtra[Any], ABC):
     def reset(self) -> None:
         """Forget all rows."""
 
+    def forget_graphs(self) -> None:
+        """Memory moves to other addresses."""
+
     @abstractmethod
     def draft(self, step: StepColumns, plan: StepPlan, changes: I32, segments: int) -> tuple[StepColumns, I32, int]:
         """The step as the device computes it, and the changes of its rows that are to be applied with its columns."""

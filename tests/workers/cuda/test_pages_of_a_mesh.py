@@ -23,7 +23,18 @@ from waiting import until
 pytestmark = pytest.mark.gpu
 FLAGS = (
     *("--device", "cuda", "--load-format", "dummy", "--dtype", "float32", "--standby-roles", "none"),
-    *("--kv-cache-memory", "64M", "--max-model-len", "512", "--max-num-batched-tokens", "128", "--max-restarts", "100"),
+    *(
+        "--kv-cache-memory",
+        "64M",
+        "--max-model-len",
+        "512",
+        "--max-num-batched-tokens",
+        "128",
+        "--max-num-seqs",
+        "16",
+        "--max-restarts",
+        "100",
+    ),
 )
 FEW = ("--num-gpu-blocks-override", "40", "--kv-offloading-size", "0.25")  # room for two prompts
 ROLES = ("-dp", "2", "--dp-roles", "prefill:1,decode:1")

@@ -1,7 +1,7 @@
 """What a GPU computes of steps with drafts, by the interpreter: the text of plain steps, token by token, with its log-probabilities."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
 
@@ -21,10 +21,9 @@ from interpreted_engine import interpreted
 from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import StepId
-from meshlm.workers.batch import StepInputs
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import DraftedRows, Kept
+from meshlm.workers.speculative.device_drafter import ComputedStep, DraftedRows, Kept
 from meshlm.workers.speculative.device_verification import DeviceVerification
 
 if torch.cuda.is_available():
@@ -51,7 +50,9 @@ class Scripted:
         self.texts: dict[int, list[int]] = {}  # by row
         self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
 
-    def computed(self, batch_of: Callable[[], StepInputs], kept: Kept) -> None: ...
+    def computed(self, step: ComputedStep, kept: Kept) -> None: ...
+
+    def forget_graphs(self) -> None: ...
 
     def warm_up(self, largest: int) -> None: ...
 

@@ -15,6 +15,7 @@ from meshlm.workers.attention.triton_backend import TritonBackend
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.engine.kit import TorchKit
 from meshlm.workers.engine.triton_inputs import TritonInputs
+from meshlm.workers.graphs.replays import Replays
 from meshlm.workers.layers.ops import TorchOps
 from meshlm.workers.layers.triton_ops import TritonOps
 from meshlm.workers.models import decoder
@@ -55,7 +56,7 @@ class InterpretedKit(TorchKit):
         return self._head
 
     def verification(self, engine: ModelEngine) -> DeviceVerification:
-        drafter = device_drafter_of(engine, self._inputs, self._head)
+        drafter = device_drafter_of(engine, self._inputs, self._head, Replays(None))
         if (model := engine.draft_model) is not None:
             own = cast("Decoder", SimpleNamespace(spec=model.spec, logits=model.logits))
             model.logits = Copied(own).logits  # type: ignore[method-assign]
