@@ -23,7 +23,7 @@ PACKAGES = (
     *("pyzmq", "msgspec", "uvloop", "starlette", "uvicorn"),
 )
 # Of vLLM's configuration.
-NOT_THERE = tuple(f"{kind}_config" for kind in ("lora", "kv_transfer", "ec_transfer", "weight_transfer"))
+NOT_THERE = tuple(f"{kind}_config" for kind in ("kv_transfer", "ec_transfer", "weight_transfer"))
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 
@@ -97,8 +97,18 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
         "load_config": {"load_format": resolved.load_format, "download_dir": config.model.download_dir or None},
         "device_config": {"device": resolved.device, "device_type": resolved.device},
         "speculative_config": _speculative(config),
+        "lora_config": _adapters(config),
         **dict.fromkeys(NOT_THERE),
     }
+
+
+def _adapters(config: MeshConfig) -> dict[str, Any] | None:
+    """What adapters may be; null: there are none."""
+    adapters = config.adapters
+    if not adapters.enable_lora:
+        return None
+    names = ("max_lora_rank", "max_loras", "fully_sharded_loras", "lora_dtype")
+    return {**_named(adapters, *names), "max_cpu_loras": adapters.num_kept}
 
 
 def _speculative(config: MeshConfig) -> dict[str, Any] | None:

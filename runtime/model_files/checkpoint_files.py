@@ -271,7 +271,7 @@ def _check_listed(file: AnyPath, held: set[str], listed: set[str]) -> None:
 
 def _no_weights(folder: AnyPath, load_format: str) -> str:
     if (folder / "adapter_config.json").is_file():
-        return "it holds an adapter (adapter_config.json) and no model; give the model's folder, adapters are not supported"
+        return "it holds an adapter (adapter_config.json) and no model; give the model's folder, and this one to --lora-modules"
     if any(folder.glob("consolidated*.safetensors")) or any(folder.glob("*.pth")):
         return "its weights are in a format of their own (consolidated*, *.pth); give the folder in the format of transformers"
     if load_format:

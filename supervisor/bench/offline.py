@@ -32,7 +32,7 @@ DATASETS = ("random", "prefix_repetition", "sharegpt", "sonnet", "hf")
 ABSENT = {
     **{flag: why for flag, why in serve_flags.ABSENT.items() if "--asr" in flag or "-mm-" in flag},
     **{flag: serve_flags.ABSENT[flag] for flag in ("--random-batch-size", "--no-reranker", "--hf-name")},
-    **dict.fromkeys(("--lora-path", "--lora-assignment"), "LoRA adapters are not there yet"),
+    **dict.fromkeys(("--lora-path", "--lora-assignment"), "bench serve asks a server that has it: --served-model-name"),
     **dict.fromkeys(("--hf-max-batch-size", "--hf-enable-torch-compile"), "--backend vllm is the setting: this mesh"),
     "--enable-multimodal-chat": serve_flags.ABSENT["--enable-multimodal-chat"],
     "--custom-output-len": "the data set custom is one of bench serve",

@@ -40,7 +40,7 @@ ABSENT = {
     **dict.fromkeys(("--timed-trace-label-output-length", "--timed-trace-label-hash-ids"), _TRACE),
     **dict.fromkeys(("--self-timed", "--no-self-timed"), _TRACE),
     **dict.fromkeys(("--plot-timeline", "--timeline-itl-thresholds", "--plot-dataset-stats"), _PLOTS),
-    **dict.fromkeys(("--lora-modules", "--lora-assignment"), "LoRA adapters are not there yet"),
+    **dict.fromkeys(("--lora-modules", "--lora-assignment"), "a run asks for one: --served-model-name"),
     **dict.fromkeys(("--random-batch-size", "--no-reranker"), _EMBEDDINGS),
     "--use-beam-search": "beam search is not there",
     "--hf-name": "a row's columns say how it is read",

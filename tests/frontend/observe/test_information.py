@@ -9,7 +9,7 @@ from parsing import RESOLVED
 from scripted import Scripted
 
 from meshlm.frontend.observe.information import vllm_config
-from meshlm.protocol.config import MeshConfig, ServerConfig, SpeculativeConfig
+from meshlm.protocol.config import AdapterConfig, MeshConfig, ServerConfig, SpeculativeConfig
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2)
 RATES = SpeculativeConfig(
@@ -77,3 +77,15 @@ async def test_information_needs_its_flags_and_tells_no_key() -> None:
     ) as client:
         assert "--server-dev-mode" in (await client.get("/server_info")).text
         assert "--enable-tokenizer-info-endpoint" in (await client.get("/tokenizer_info")).text
+
+
+def test_adapters_are_told_by_vllms_names() -> None:
+    assert vllm_config(MeshConfig(resolved=RESOLVED))["lora_config"] is None
+    config = MeshConfig(adapters=AdapterConfig(enable_lora=True, max_loras=4), resolved=RESOLVED)
+    assert vllm_config(config)["lora_config"] == {
+        "max_lora_rank": 16,
+        "max_loras": 4,
+        "fully_sharded_loras": False,
+        "lora_dtype": "auto",
+        "max_cpu_loras": 4,
+    }
