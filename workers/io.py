@@ -208,9 +208,9 @@ class WorkerApp:
     def _begin(self, engine: Engine, sessions: Sessions, reset: Reset) -> None:
         if self._moves is not None:
             self._moves.wait()
-        weights = self._weights.version
+        key = self._weights.version.key
         has_begun = sessions.begin(engine, reset, self._exchanges.pop(reset.session, None))
-        if self._moves is not None and not weights.holds_same(self._weights.version):
+        if self._moves is not None and key != self._weights.version.key:
             self._moves.use_weights(self._weights.version)
         if has_begun:
             self._mesh.call_soon_threadsafe(self._answer, engine, reset)

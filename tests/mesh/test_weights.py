@@ -195,6 +195,25 @@ def test_running_requests_by_policy(models: Models) -> None:
             assert greedy(server) == second
 
 
+def test_the_store_finds_nothing_that_other_weights_computed(models: Models) -> None:
+    (a, b, _), (first, second, _) = models
+    with serving(a, *DEV, "--kv-offloading-size", "0.05") as server:
+        for folder, tokens in ((a, first), (b, second), (a, first)):
+            update(server, folder)
+            for _ in range(2):
+                post(server, "/reset_prefix_cache")
+                before = num_loaded(server)
+                assert greedy(server) == tokens
+            assert num_loaded(server) > before, "what these weights computed is found"
+
+
+def num_loaded(server: Serving) -> float:
+    """Tokens whose KV came from the store."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    name = "meshlm:external_prefix_cache_hits_total{"
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
 def is_running(server: Serving) -> bool:
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return any(line.startswith("meshlm:num_requests_running{") and not line.endswith(" 0.0") for line in lines)
