@@ -9,10 +9,21 @@ Name = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 Mode = Literal["keep", "wait", "abort"]
 
 
-class InitRequest(Struct, frozen=True, kw_only=True):
-    """POST /init_weight_transfer_engine. init_info: {} or {"backend": "disk"}."""
+class InitInfo(Struct, frozen=True, kw_only=True):
+    """How weights will come. All but the backend disk is refused by its name."""
 
-    init_info: dict[str, Any] = {}
+    backend: Name = "disk"
+    master_address: Any = None
+    master_port: Any = None
+    rank_offset: Any = None
+    world_size: Any = None
+    packed: Any = None
+
+
+class InitRequest(Struct, frozen=True, kw_only=True):
+    """POST /init_weight_transfer_engine."""
+
+    init_info: InitInfo = InitInfo()
 
 
 class StartRequest(Struct, frozen=True, kw_only=True):
@@ -21,10 +32,21 @@ class StartRequest(Struct, frozen=True, kw_only=True):
     is_checkpoint_format: bool = True
 
 
-class UpdateRequest(Struct, frozen=True, kw_only=True):
-    """POST /update_weights. update_info: {"path": a folder that all workers can read}."""
+class UpdateInfo(Struct, frozen=True, kw_only=True):
+    """path: of a folder that all workers can read. Tensors are refused by the names of their fields."""
 
-    update_info: dict[str, Any]
+    path: Annotated[str, Meta(max_length=4096)] = ""
+    names: Any = None
+    dtype_names: Any = None
+    shapes: Any = None
+    packed: Any = None
+    ipc_handles: Any = None
+
+
+class UpdateRequest(Struct, frozen=True, kw_only=True):
+    """POST /update_weights."""
+
+    update_info: UpdateInfo
 
 
 class FinishRequest(Struct, frozen=True, kw_only=True):

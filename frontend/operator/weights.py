@@ -6,6 +6,7 @@ Weights come from a folder that all workers can read. What vLLM's routes have be
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.schema import CollectiveRpcRequest
@@ -21,16 +22,18 @@ NO_TENSORS = "tensors are not sent here; write the weights to a folder and give 
 
 def init(asked: InitRequest) -> dict[str, Any]:
     """Nothing is made ready for folders; other ways are refused."""
-    other = sorted(asked.init_info.keys() - {"backend"})
-    if asked.init_info.get("backend", DISK) != DISK or other:
-        at = f"init_info.{other[0]}" if other else "init_info.backend"
-        raise HttpError(400, f"{at}: weights are read from a folder here; the backend is {DISK!r}", "init_info")
+    info = asked.init_info
+    other = next((name for name in _given(info) if name != "backend"), "" if info.backend == DISK else "backend")
+    if other:
+        raise HttpError(
+            409, f"init_info.{other}: weights are read from a folder here; the backend is {DISK!r}", "init_info"
+        )
     return {"message": "Weight transfer initialized"}
 
 
 async def start(backend: MeshOperations, asked: StartRequest) -> dict[str, Any]:
     if not asked.is_checkpoint_format:
-        raise HttpError(400, "is_checkpoint_format: weights come as a checkpoint has them", "is_checkpoint_format")
+        raise HttpError(409, "is_checkpoint_format: weights come as a checkpoint has them", "is_checkpoint_format")
     await _done(backend, ops.BeginUpdate())
     return {"message": "Weight update started"}
 
@@ -38,15 +41,16 @@ async def start(backend: MeshOperations, asked: StartRequest) -> dict[str, Any]:
 async def update(backend: MeshOperations, asked: UpdateRequest) -> dict[str, Any]:
     """All workers find out whether they can have these weights."""
     info = asked.update_info
-    if tensors := sorted(info.keys() & {"names", "dtype_names", "shapes", "packed", "ipc_handles"}):
-        raise HttpError(400, f"update_info.{tensors[0]}: {NO_TENSORS}", "update_info")
-    if unknown := sorted(info.keys() - {"path"}):
-        raise HttpError(400, f"update_info.{unknown[0]}: unknown; {NO_TENSORS}", "update_info")
-    path = info.get("path")
-    if not isinstance(path, str) or not path:
-        raise HttpError(400, "update_info.path: must be the path of a folder with weights", "update_info")
-    await _done(backend, ops.StageWeights(path))
+    if tensors := next((name for name in _given(info) if name != "path"), ""):
+        raise HttpError(409, f"update_info.{tensors}: {NO_TENSORS}", "update_info")
+    if not info.path:
+        raise HttpError(409, f"update_info.path: it is missing; {NO_TENSORS}", "update_info")
+    await _done(backend, ops.StageWeights(info.path))
     return {"message": "Weights checked"}
+
+
+def _given(info: Struct) -> list[str]:
+    return [name for name, value in msgspec.structs.asdict(info).items() if value is not None]
 
 
 async def finish(backend: MeshOperations, asked: FinishRequest) -> dict[str, Any]:
@@ -95,7 +99,7 @@ async def check(backend: MeshOperations, action: str) -> dict[str, Any]:
     """A sum over all bytes of the weights of each worker: equal shards of equal weights have equal sums."""
     if action != "checksum":
         text = f"action: {action!r} is not there; checksum gives a sum over the weights of each worker"
-        raise HttpError(400, text, "action")
+        raise HttpError(409, text, "action")
     answer = await _done(backend, ops.SumWeights())
     return {"success": True, "checksums": [msgspec.json.decode(one) for one in answer.results]}
 

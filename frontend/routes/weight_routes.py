@@ -17,7 +17,7 @@ from meshlm.frontend.requests.request_reader import RequestReader
 from meshlm.runtime.api_keys import ADMIN
 
 Body = TypeVar("Body", bound=Struct)
-step_route = partial(route, answers=schema.Updated, errors=(400, 409, 504))
+step_route = partial(route, answers=schema.Updated, errors=(409, 504))
 
 
 class WeightRoutes:
@@ -26,7 +26,7 @@ class WeightRoutes:
     def __init__(self, backend: Backend, reader: RequestReader) -> None:
         self._backend, self._reader = backend, reader
 
-    @route("/init_weight_transfer_engine", answers=schema.Updated, body=schema.InitRequest, errors=(400,))
+    @route("/init_weight_transfer_engine", answers=schema.Updated, body=schema.InitRequest, errors=(409,))
     async def init(self, request: Request) -> HttpResponse:
         """Say how weights will come: from a folder."""
         body = await self._body(request, schema.InitRequest)
@@ -67,7 +67,7 @@ class WeightRoutes:
         """Which weights the mesh is to have, and which each rank has."""
         return json_response(await weights.info(self._backend.operations))
 
-    @route("/weight_checker", answers=schema.Checked, body=schema.CheckRequest, errors=(400, 409, 504))
+    @route("/weight_checker", answers=schema.Checked, body=schema.CheckRequest, errors=(409, 504))
     async def check(self, request: Request) -> HttpResponse:
         """A sum over the weights of each worker."""
         body = await self._body(request, schema.CheckRequest)
