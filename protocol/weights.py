@@ -37,8 +37,8 @@ class WeightsVersion(Struct, frozen=True, omit_defaults=True):
         return self.number != 0 and not self.source
 
     def is_same(self, other: "WeightsVersion") -> bool:
-        """Whether both are one version, whatever they are called."""
-        return (self.number, self.digest) == (other.number, other.digest)
+        """Whether both are one version, whatever they are called. Each host has the weights of the start where it found them."""
+        return self.number == other.number and (not self.number or self.digest == other.digest)
 
     def holds_same(self, other: "WeightsVersion") -> bool:
         """Whether the weights are equal, as far as their digests tell."""

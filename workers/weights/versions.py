@@ -60,6 +60,7 @@ class WorkerWeights:
     def change(self, engine: HasWeights, wanted: WeightsVersion) -> None:
         """Have these weights, if they can be had. ProcessFatal once tensors have been changed."""
         self.behind = ""
+        wanted = wanted if wanted.number else replace(self.start, name=wanted.name)
         if wanted.holds_same(self.version):
             self.version = wanted
             return

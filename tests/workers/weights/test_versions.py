@@ -94,7 +94,9 @@ def test_it_changes_them_or_keeps_what_it_has(config: MeshConfig, tmp_path: Path
     weights.change(engine, WeightsVersion(6, digest="of a call"))
     assert weights.version == again
     assert "memory" in weights.behind
-    weights.change(engine, weights.start)
+    of_another_host = WeightsVersion(0, source="/elsewhere", digest="of copies")
+    assert weights.start.is_same(of_another_host), "each host has its own copy of the weights of the start"
+    weights.change(engine, of_another_host)
     assert (weights.version, weights.behind, engine.has) == (weights.start, "", str(tmp_path / "a"))
 
 
