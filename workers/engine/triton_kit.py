@@ -71,8 +71,7 @@ class TritonKit(TorchKit):
         return self._inputs
 
     def head(self, model: Decoder, rows: DeviceRows, dtype: torch.dtype, *, samples: bool) -> LogitsSampler:
-        lines = LINES if rows.max_lines == rows.max_rows else 2 * LINES  # drafts have lines of their own
-        self._head = LogitsSampler(model, rows, dtype, rows.state.device, lines if samples else 0)
+        self._head = LogitsSampler(model, rows, dtype, rows.state.device, LINES if samples else 0)
         return self._head
 
     def verification(self, engine: ModelEngine) -> DeviceVerification | None:
@@ -236,7 +235,7 @@ class TritonKit(TorchKit):
         self._warm_up(engine)
         if self._verification is not None:
             with torch.inference_mode():
-                self._verification.drafter.warm_up(engine.resolved.max_num_batched_tokens)
+                self._verification.drafter.warm_up(engine.full_counts())
         if engine.spec.state is not None:
             self._self_test_states(engine)
         if engine.config.worker.tune == "full" and engine.shard.size == 1 and engine.model.executor is None:

@@ -49,8 +49,8 @@ class DeviceDrafter(Protocol):
     def forget_graphs(self) -> None:
         """Memory moves to other addresses."""
 
-    def warm_up(self, largest: int) -> None:
-        """Have all kernels compiled, once there are caches. largest: tokens of a step."""
+    def warm_up(self, full: list[int]) -> None:
+        """Have all kernels compiled, once there are caches. full: lengths of the prompts of a largest step."""
 
 
 class DeviceNgram:
@@ -69,5 +69,5 @@ class DeviceNgram:
     def forget_graphs(self) -> None:
         """It has none."""
 
-    def warm_up(self, largest: int) -> None:
+    def warm_up(self, full: list[int]) -> None:
         """See `DeviceVerification.warm_up`."""

@@ -117,11 +117,11 @@ class DeviceModels:
     def forget_graphs(self) -> None:
         self._graphs.forget()
 
-    def warm_up(self, largest: int) -> None:
-        """Compiles what drafts need, on the dummy row, whose pages hold nothing yet. largest: tokens of a step."""
+    def warm_up(self, full: list[int]) -> None:
+        """Compiles what drafts need, on the dummy row, whose pages hold nothing yet. full: lengths of the prompts of a largest step."""
         dummy, none = self._rows.max_rows, torch.zeros(1, dtype=torch.int32, device=self._drafting.device)
         self._rows.columns["num_known"][dummy] = ALIVE
-        for counts in ([1], [1] * min(8, dummy), [3], [largest]):
+        for counts in ([1], [1] * min(8, dummy), [3], full[:dummy]):
             n = len(counts)
             step = columns_of(np.full(n, dummy, np.int32), np.zeros(n, np.int32), np.array(counts, np.int32))
             self._inputs.send(step, n, NOTHING, 0, np.arange(n))

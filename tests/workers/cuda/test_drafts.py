@@ -30,10 +30,8 @@ from meshlm.workers.speculative.device_verification import DeviceVerification
 pytestmark = pytest.mark.gpu
 MOST, TOKENS = 5, 30
 NGRAM = {"method": "ngram", "num_speculative_tokens": MOST, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-LEAST = {
-    "seeded": 0.03,
-    "penalties": 0.3,
-}  # of all but equal logits a rounding changes who is among the first 40, and who is first
+# Of logits that are all but equal a rounding changes who is among the first 40, and who is first.
+LEAST = {"seeded": 0.03, "penalties": 0.3}
 KINDS = {
     "greedy": SamplingParams(temperature=0.0),
     "seeded": SamplingParams(temperature=0.6, seed=7, top_k=40, top_p=0.9),
@@ -56,7 +54,7 @@ class Scripted:
 
     def forget_graphs(self) -> None: ...
 
-    def warm_up(self, largest: int) -> None: ...
+    def warm_up(self, full: list[int]) -> None: ...
 
     def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
         known = self._rows.columns["num_known"].tolist()
@@ -208,8 +206,8 @@ def test_acceptance_by_chance(tmp_path_factory: pytest.TempPathFactory) -> None:
     np.testing.assert_allclose(shares, (0.8, 0.5, 0.2), atol=0.06)
 
 
-EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 1000}
-EAGLE3 |= {"model_type": "llama", "tie_word_embeddings": False}
+EAGLE3 = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": 1000}
+EAGLE3 |= {"model_type": "llama", "tie_word_embeddings": False, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 
 
 @pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
