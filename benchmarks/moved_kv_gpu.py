@@ -312,6 +312,7 @@ def measure(given: argparse.Namespace, rest: list[str]) -> None:
                 pool = [] if part == "roles" else blocks(POOL)
                 if part == "with":
                     pool += ["--kv-offloading-size", f"{min(STORE_GIB, 0.8 * host_memory.available() / 2**30):.1f}"]
+                jobs = [job for job in jobs if not given.jobs or job in given.jobs]
                 try:
                     of_mesh(given, [*pool, *flags], jobs, partial(keep, name))
                 except (Exception, SystemExit) as error:  # as above
@@ -322,6 +323,7 @@ def measure(given: argparse.Namespace, rest: list[str]) -> None:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--parts", nargs="+", choices=["copies", *PARTS], default=["copies", "with", "without"])
+    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=[], help="of the parts; else all")
     parser.add_argument("--tokens", type=int, default=8192, help="of a prompt")
     parser.add_argument("--export", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only-copies", action="store_true", help=argparse.SUPPRESS)

@@ -1,10 +1,12 @@
-"""The thread that copies pages of the KV cache from and to other memory, beside the steps and in the order in which it is told.
+"""The thread that copies pages of the KV cache from and to other memory, beside the steps: what requests wait for first, which are
+loads, and each kind in the order in which it is told. What is saved is held until it is, so that nothing is loaded over it.
 
 The stepper hands it a copy behind the steps that were launched before (moves.py). Of an ended session nothing is copied: `session` is
 set in the event loop as soon as a Reset comes, and `wait` returns once the page that was being copied then is done, so that a worker
 that answers a Reset writes and reads nothing of the session before.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -16,6 +18,7 @@ from meshlm.protocol.edges.kv import PageMemory
 from meshlm.workers.kv.mapped import LOOK_S, Mapped, Mappings
 from meshlm.workers.kv.pages import BadMemory, Column, HostColumns, KVPages, OtherPages
 
+LOADS, SAVES, END = range(3)  # the order in which they are taken
 ENDED = "its session has ended"
 TOO_LATE = "the deadline has passed"
 
@@ -47,7 +50,8 @@ class Mover:
     def __init__(self, pages: KVPages, fatal: Callable[[str], None]) -> None:
         self.session = 0
         self._pages, self._fatal = pages, fatal
-        self._copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()
+        self._copies: queue.PriorityQueue[tuple[int, int, Copy | None]] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._copying = threading.Lock()
         self._mappings = Mappings(pages)
         self._look_at = 0.0  # when processes are looked at again whose memory is open
@@ -55,7 +59,7 @@ class Mover:
 
     def submit(self, copy: Copy) -> None:
         """From any thread. `done` is called once it is over, whatever becomes of it."""
-        self._copies.put(copy)
+        self._copies.put((LOADS if copy.is_load else SAVES, next(self._numbers), copy))
 
     def wait(self) -> None:
         """Until nothing of an earlier session is copied any more."""
@@ -63,7 +67,7 @@ class Mover:
             pass
 
     def close(self) -> None:
-        self._copies.put(None)
+        self._copies.put((END, next(self._numbers), None))
 
     # --- mover thread ---
 
@@ -83,7 +87,7 @@ class Mover:
                 self._mappings.close_those_gone()
                 self._look_at = time.monotonic() + LOOK_S
             with suppress(queue.Empty):
-                return self._copies.get(timeout=LOOK_S if len(self._mappings) else None)
+                return self._copies.get(timeout=LOOK_S if len(self._mappings) else None)[2]
 
     def _do(self, copy: Copy) -> Copied:
         begin_ns = time.monotonic_ns()

@@ -283,3 +283,22 @@ def test_a_mover_that_dies_ends_the_process() -> None:
     moving = Mover(Broken([np.zeros((2, PAGE_BYTES), np.uint8)]), said.put)
     moving.submit(copy_of([np.zeros((2, PAGE_BYTES), np.uint8)], [0], [0], session=0))
     assert said.get() == "the mover died: RuntimeError: no bytes"
+
+
+def test_what_requests_wait_for_passes_what_is_saved() -> None:
+    """Copies that were told while another was being copied: loads first, each kind in order."""
+    pages, _ = host_pages(NUM_PAGES, (PAGE_BYTES,))
+    columns = [np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)]
+    one, go_on, begun, order = Mover(pages, pytest.fail), threading.Event(), Answers(), Answers()
+
+    def first(copied: object) -> None:
+        begun(copied)
+        assert go_on.wait(30)
+
+    one.submit(copy_of(columns, [0], [0], done=first))
+    begun.get()
+    for name, is_load in (("a save", False), ("a load", True), ("another save", False), ("another load", True)):
+        one.submit(copy_of(columns, [1], [1], is_load=is_load, done=lambda copied, name=name: order(name)))
+    go_on.set()
+    assert [order.get() for _ in range(4)] == ["a load", "another load", "a save", "another save"]
+    one.close()
