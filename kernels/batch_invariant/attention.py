@@ -20,9 +20,9 @@ from torch import Tensor
 from meshlm.kernels import pdl
 from meshlm.kernels.attention.kernel import Columns
 
-KEYS, SPLIT = 64, 256
+KEYS, SPLIT = 64, 512
 DECODED, PROMPTS = (16, 4, 3), (32, 4, 3)  # lines of a tile, if a kv head has no more query heads; warps, stages
-PROGRAMS = 12  # of a multiprocessor: some times as many as it runs at once, so that few of them wait for the last ones
+PROGRAMS = 3  # that a multiprocessor runs at once; contexts that were cut for more of them took longer
 MOST_FLOATS = 1 << 24  # of the workspace for contexts that several programs share
 LARGEST_DIM = 128
 

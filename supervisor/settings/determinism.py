@@ -81,7 +81,8 @@ def _on_gpu(c: MeshConfig, spec: ModelSpec) -> Rules:
     sizes = {"--tensor-parallel-size": p.tensor_parallel_size, "--pipeline-parallel-size": p.pipeline_parallel_size}
     for flag, size in sizes.items():
         yield size > 1, FLAG, f"{on} {flag} {size}; leave one of them out"
-    yield c.speculative.method, FLAG, f"{on} drafts; leave one of them out"
+    drafts = c.speculative.method
+    yield drafts not in ("", "ngram"), FLAG, f"{on} drafts of method {drafts}; use ngram, or leave one of them out"
     yield c.worker.compile != "none", FLAG, f"{on} --compile {c.worker.compile}; leave one of them out"
     yield c.server.enable_prompt_embeds, FLAG, f"{on} --enable-prompt-embeds; leave one of them out"
     yield c.experts.enable_eplb, FLAG, f"{on} --enable-eplb; leave one of them out"

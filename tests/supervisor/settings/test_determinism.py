@@ -105,7 +105,7 @@ FP8 = QuantizationSpec(method="fp8", schemes=())
     [
         ({"parallel": ParallelConfig(tensor_parallel_size=2)}, GPU, "--tensor-parallel-size 2"),
         ({"parallel": ParallelConfig(pipeline_parallel_size=2)}, GPU, "--pipeline-parallel-size 2"),
-        ({"speculative": SpeculativeConfig(method="ngram")}, GPU, "on a GPU for drafts; leave one"),
+        ({"speculative": SpeculativeConfig(method="eagle")}, GPU, "drafts of method eagle; use ngram"),
         ({"worker": WorkerConfig(deterministic=True, compile="inductor")}, GPU, "--compile inductor"),
         ({"worker": WorkerConfig(deterministic=True, attention_backend="triton")}, GPU, "-backend triton; use auto"),
         ({"server": ServerConfig(enable_prompt_embeds=True)}, GPU, "--enable-prompt-embeds"),
