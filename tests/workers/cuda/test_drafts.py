@@ -75,7 +75,7 @@ def drafts(made: ModelEngine) -> DeviceVerification:
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelEngine:
     folder = tmp_path_factory.mktemp("model")
     mode, exact = request.param.split()[0], "deterministic" in request.param
-    made = engine(folder, exact=exact, cudagraph_mode=mode, speculative_config=json.dumps(NGRAM))
+    made = engine(folder, deterministic=exact, cudagraph_mode=mode, speculative_config=json.dumps(NGRAM))
     while made.idle():
         pass
     return made

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from msgspec.structs import replace
 
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
@@ -39,9 +38,8 @@ MODEL = {
 }
 
 
-def engine(folder: Path, news: list[str] | None = None, *, exact: bool = False, **settings: object) -> ModelEngine:
-    """Of the folder's model, or of MODEL where it has none. news: gets the phases of the start. exact: --deterministic, also where the
-    settings refuse it so far."""
+def engine(folder: Path, news: list[str] | None = None, **settings: object) -> ModelEngine:
+    """Of the folder's model, or of MODEL where it has none. news: gets the phases of the start."""
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
@@ -56,10 +54,7 @@ def engine(folder: Path, news: list[str] | None = None, *, exact: bool = False, 
         **settings,
     }
     phases: list[str] = [] if news is None else news
-    config = resolve.resolve(flags.build(values, None))
-    if exact:
-        config = replace(config, worker=replace(config.worker, deterministic=True))
-    return make_engine(config, lambda phase, *_: phases.append(phase))
+    return make_engine(resolve.resolve(flags.build(values, None)), lambda phase, *_: phases.append(phase))
 
 
 class Seen(NamedTuple):
