@@ -63,14 +63,25 @@ class InterpretedKit(TorchKit):
         return DeviceVerification(engine.config.speculative, drafter, engine.rows, self._inputs)
 
 
+def made_alone(config: MeshConfig) -> ModelEngine:
+    """Within `interpreter`."""
+    return ModelEngine(config, torch.device("cpu"), TritonBackend(), InterpretedKit(), lambda *_: None)
+
+
 @contextmanager
 def interpreted(values: dict[str, object]) -> Iterator[ModelEngine]:
     """Of these settings."""
-    config = resolve.resolve(flags.build(values, None))
+    with interpreter():
+        yield made_alone(resolve.resolve(flags.build(values, None)))
+
+
+@contextmanager
+def interpreter() -> Iterator[None]:
+    """Engines that are made here compute by it."""
     grad = torch.is_grad_enabled()
     torch.set_grad_enabled(False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "make_ops", lambda *_: RotatedByKernels())
         patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4))
-        yield ModelEngine(config, torch.device("cpu"), TritonBackend(), InterpretedKit(), lambda *_: None)
+        yield
     torch.set_grad_enabled(grad)

@@ -1,5 +1,6 @@
 """Engines of models with random weights behind a scheduler: what no request needs is NaN, and tokens are held against transformers."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from sharded_models import Threads, communicators, shards
 from small_models import SMALL
 
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.protocol.edges.admit import Assign, EngineRequest
 from meshlm.protocol.edges.step import StepPlan, StepResult
@@ -56,8 +58,10 @@ class Engines(Model):
         tp: int = 1,
         pp: int = 1,
         speculative: SpeculativeConfig | None = None,
+        make_alone: Callable[[MeshConfig], ModelEngine] | None = None,
         **flags_of_states: object,
     ) -> None:
+        """make_alone: makes the engine of a rank that has no others; None: as for a mesh."""
         self._pool = ThreadPoolExecutor(tp * pp)
         values: dict[str, object] = {"model": str(folder), "device": "cpu", "dtype": "float32", "block_size": BLOCK}
         values |= {"max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": STEP, "cpu_threads": 1}
@@ -68,6 +72,8 @@ class Engines(Model):
         threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
 
         def make(shard: Shard, comm: Threads) -> ModelEngine:
+            if make_alone is not None:
+                return make_alone(config)
             placement = OneOfThreads(shard, comm) if shard.size > 1 else None
             return make_engine(config, lambda *progress: None, placement)
 
@@ -75,7 +81,8 @@ class Engines(Model):
         torch.set_num_threads(threads)
         torch.set_grad_enabled(grad)
         for engine in self.engines:
-            engine._make_draft_states(num_pages, 0 if speculative is None else engine.facts.max_draft_lines)
+            by_host = isinstance(engine.verification, Verification)
+            engine._make_draft_states(num_pages, engine.facts.max_draft_lines if by_host else 0)
         facts = self.engines[0].facts
         super().__init__(num_pages, facts.block_size, pipeline=pp > 1, max_drafts=facts.max_drafts)
         self.kv_specs, self.max_draft_lines = facts.kv_specs, facts.max_draft_lines
