@@ -59,6 +59,7 @@ class Verified(NamedTuple):
     origins: I64  # [n] place in the plan of each request of the step
     places: I64  # [s] in the plan, of those that sample ...
     lines: I32  # [s] ... and how many lines of logits each has
+    may_draft: bool  # the plan says so
 
     @property
     def has_drafts(self) -> bool:

@@ -108,7 +108,9 @@ class DeviceVerification(Verifier):
             entries.samples = None if samples.all() else samples[origins]
         else:
             entries.starts = starts
-        entries.verified = self._verified(step, drafts, starts, samples & ~told, samples, origins)
+        entries.verified = self._verified(
+            step, drafts, starts, samples & ~told, samples, origins, may_draft=bool(plan.num_drafts)
+        )
         return entries, changes, segments
 
     def _verified(
@@ -119,6 +121,8 @@ class DeviceVerification(Verifier):
         moves: NDArray[np.bool_],
         samples: NDArray[np.bool_],
         origins: I64,
+        *,
+        may_draft: bool,
     ) -> Verified:
         """moves: whose place the device knows."""
         decodes = step.num_decodes
@@ -137,6 +141,7 @@ class DeviceVerification(Verifier):
             origins=origins,
             places=named[at],
             lines=lines[at].astype(np.int32),
+            may_draft=may_draft,
         )
 
     def warm_up(self) -> None:
@@ -145,7 +150,7 @@ class DeviceVerification(Verifier):
         self._columns[0], self._columns[4] = self._rows.max_rows, -1
         rows, ends, starts, firsts, drafts, _ = self._columns
         of, none = self._rows.columns, np.zeros(1, np.int32)
-        nobody = Verified(none, none, none, none, none, none, np.arange(1), np.arange(1), none)
+        nobody = Verified(none, none, none, none, none, none, np.arange(1), np.arange(1), none, may_draft=True)
         self.drafter.draft(DraftedRows(rows, drafts, 1, nobody), self.counts[1])
         known, tokens, draws = of["num_known"], self._rows.tokens, (of["seed"], of["num_prompt_tokens"])
         kernel.place(rows, ends, known, tokens, starts, self._inputs.columns(1)[1], self._entries, 1)
@@ -186,7 +191,10 @@ class DeviceVerification(Verifier):
                 self._chance,
             )  # fmt: skip
         outcome = Outcome(timeline.fetch(sampled))
-        if step.shows_drafts:
+        if verified.may_draft and not step.shows_drafts:
+            ones = np.ones(len(verified.places), np.int32)
+            outcome = Outcome(outcome.tokens, ones, np.zeros_like(ones))
+        elif step.shows_drafts:
             kept = timeline.fetch(self.counts[:, :m], more=True)
             outcome = outcome._replace(kept=kept, verified=verified)
         if step.n:

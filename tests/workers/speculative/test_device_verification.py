@@ -189,3 +189,16 @@ def test_prompt_lookup(made: ModelEngine) -> None:
     for text, wanted in zip(texts, expected, strict=True):
         assert text.tokens[:TOKENS] == wanted.tokens[:TOKENS]
     assert max(max(text.tokens) for text in texts) < VOCAB
+
+
+def test_rows_whose_tokens_the_host_must_know_draft_nothing(made: ModelEngine, scripted: Scripted) -> None:
+    """The result says so, also where no other row drafts."""
+    params, expected = told(scripted, made, ("allowed",) * 3)
+    texts = begun(made, params)
+    for _ in range(3):
+        result = decode(made, [0, 1, 2], [MOST] * 3)
+        assert np.frombuffer(result.counts, np.int32).tolist() == [1] * 3
+        assert np.frombuffer(result.drafted, np.int32).tolist() == [0] * 3
+        add(texts, result, [0, 1, 2])
+    for text, wanted in zip(texts, expected, strict=True):
+        assert text.tokens == wanted.tokens[:4]
