@@ -382,12 +382,9 @@ class Coordinator:
 
     def _expire(self, now: float, wall_s: float) -> list[Send]:
         self.moving.expire(now)
-        effects: list[Send] = []
-        for request_id, held in list(self.held.items()):
-            if (refused := held.refusal(0.0 if self.frontends.asleep else now, wall_s)) is not None:
-                del self.held[request_id]
-                effects.append(Send(held.sender, refused))
-        return effects
+        since = 0.0 if self.frontends.asleep else now
+        refused = {one: why for one, held in self.held.items() if (why := held.refusal(since, wall_s)) is not None}
+        return [Send(self.held.pop(one).sender, why) for one, why in refused.items()]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
