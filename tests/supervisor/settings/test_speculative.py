@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies
 from tiny_models import spec_of
 
-from meshlm.protocol.config import MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
+from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.api.arguments import settings_of
@@ -203,26 +203,43 @@ def test_rates_of_a_length_have_that_mean_and_never_rise(count: int, share: floa
     assert sum(rates) == pytest.approx(length - 1)
 
 
-@pytest.mark.parametrize(
-    ("config", "device", "said"),
-    [
-        (
-            MeshConfig(),
-            "cuda",
-            "^--device cuda: drafts are computed on --device cpu so far; leave out --speculative-config$",
-        ),
-        (MeshConfig(), "fake", "^--device fake: it drafts what --fake-drafts says; give that alone$"),
-    ],
-)
-def test_what_cannot_have_drafts_so_far(config: MeshConfig, device: str, said: str) -> None:
-    facts = flag_rules.Facts(spec_of(), platforms.named(device))
-    rules.check(speculative.rules(config, facts, pools=False))
-    drafting = msgspec.structs.replace(config, speculative=SpeculativeConfig(**NGRAM))
-    with pytest.raises(UsageError, match=said):
+def test_the_fake_device_drafts_by_a_flag_of_its_own() -> None:
+    facts = flag_rules.Facts(spec_of(), platforms.named("fake"))
+    rules.check(speculative.rules(MeshConfig(), facts, pools=False))
+    drafting = MeshConfig(speculative=SpeculativeConfig(**NGRAM))
+    with pytest.raises(UsageError, match=r"^--device fake: it drafts what --fake-drafts says; give that alone$"):
         rules.check(speculative.rules(drafting, facts, pools=False))
 
 
 STATE = StateSpec(kind="mamba2", num_heads=4, head_dim=2, state_size=2, n_groups=2)
+ON_GPU: dict[str, tuple[MeshConfig, str, Layers, str]] = {
+    "suffix": (MeshConfig(), "suffix", spec_of().layers, "method suffix: on a GPU there are ngram, draft_model, mtp"),
+    "states": (MeshConfig(), "ngram", Layers.alike(LayerSpec(state=STATE), 2), "states of LlamaForCausalLM go back on"),
+    "pipeline": (
+        MeshConfig(parallel=ParallelConfig(pipeline_parallel_size=2)),
+        "ngram",
+        spec_of().layers,
+        "on GPUs the stages of a pipeline draft nothing so far; leave it out",
+    ),
+    "experts": (
+        MeshConfig(parallel=ParallelConfig(data_parallel_size=2), experts=ExpertConfig(enable_expert_parallel=True)),
+        "ngram",
+        spec_of().layers,
+        "GPUs that share experts draft nothing so far; leave it out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_what_drafts_nothing_on_a_gpu(name: str) -> None:
+    config, method, layers, said = ON_GPU[name]
+    facts = flag_rules.Facts(spec_of(layers=layers), platforms.named("cuda"))
+    rules.check(speculative.rules(config, facts, pools=False))
+    plain = MeshConfig(speculative=SpeculativeConfig(**NGRAM))
+    rules.check(speculative.rules(plain, flag_rules.Facts(spec_of(), platforms.named("cuda")), pools=False))
+    asked = SpeculativeConfig(method=method, num_speculative_tokens=2)
+    with pytest.raises(UsageError, match=f"^--speculative-config: {said}"):
+        rules.check(speculative.rules(msgspec.structs.replace(config, speculative=asked), facts, pools=False))
 
 
 def test_models_that_cannot_have_drafts() -> None:

@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
 
-    def load_model(*_: object) -> None:
+    def load_model(*_: object, deterministic: bool) -> None:
         raise AssertionError("the weights are read")
 
     monkeypatch.setattr(engine, "load_model", load_model)
