@@ -177,8 +177,8 @@ def _call(block: Json, where: str) -> Json:
     arguments = block.get("input")
     if not isinstance(arguments, dict | None):
         raise field_error(f"{where}.input", "must be an object")
-    function = {"name": _string(block, "name", where), "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
-    return {"id": _string(block, "id", where), "type": "function", "function": function}
+    function = {"name": _name(block, "name", where), "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+    return {"id": _name(block, "id", where), "type": "function", "function": function}
 
 
 def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
@@ -192,7 +192,7 @@ def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
             raise field_error(where, text)
         found += _of_user(texts)
         texts = []
-        call_id = _string(block, "tool_use_id", where)
+        call_id = _name(block, "tool_use_id", where)
         found.append({"role": "tool", "tool_call_id": call_id, "content": _result(block, where)})
         if references := _references(block, where):
             found.append({"role": "tool", "tool_call_id": call_id, "content": references})
@@ -222,7 +222,7 @@ def _references(block: Json, where: str) -> list[Json]:
     """The tools that a search for tools found, as templates know them."""
     content = block.get("content")
     return [
-        {"type": "tool_reference", "name": _string(one, "tool_name", f"{where}.content.{place}")}
+        {"type": "tool_reference", "name": _name(one, "tool_name", f"{where}.content.{place}")}
         for place, one in enumerate(content if isinstance(content, list) else ())
         if _is_reference(one)
     ]
@@ -242,6 +242,13 @@ def _text(block: Any, where: str) -> str:
 def _string(block: Json, name: str, where: str) -> str:
     if not isinstance(value := block.get(name), str):
         raise field_error(f"{where}.{name}", "must be a string")
+    return value
+
+
+def _name(block: Json, name: str, where: str) -> str:
+    """Of a tool or a call."""
+    if not (value := _string(block, name, where)):
+        raise field_error(f"{where}.{name}", "must not be empty")
     return value
 
 

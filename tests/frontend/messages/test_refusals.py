@@ -34,6 +34,18 @@ BAD: list[tuple[Json, str]] = [
         "messages.0.content.0.input",
     ),
     ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages.0.content.0: blocks"),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {}}]}]},
+        "messages.0.content.0.id: must not be empty",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "", "input": {}}]}]},
+        "messages.0.content.0.name: must not be empty",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": ""}]}]},
+        "messages.0.content.0.tool_use_id: must not be empty",
+    ),
     ({"system": [{"type": "image"}]}, "system.0"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"temperature": -1}, "temperature"),
