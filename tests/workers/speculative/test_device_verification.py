@@ -14,8 +14,6 @@ pytest.importorskip("triton")
 
 from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, tokens_of
 from drafted_steps import Text, add, begun, decode, plain, row_of, verify
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from interpreted_engine import interpreted
 
 from meshlm.protocol.edges.step import StepPlan
@@ -98,33 +96,23 @@ def told(scripted: Scripted, made: ModelEngine, kinds: tuple[str, ...]) -> tuple
     return params, texts
 
 
-@pytest.mark.parametrize(
-    "kinds", [("greedy", "seeded", "penalties"), ("bias", "allowed", "logprobs"), ("ids", "greedy", "seeded")]
-)
+@pytest.mark.parametrize("kinds", [("greedy", "seeded", "penalties"), ("bias", "ids", "logprobs")])
 def test_any_drafts_give_the_text_of_plain_steps(
     made: ModelEngine, scripted: Scripted, kinds: tuple[str, str, str]
 ) -> None:
+    """Rows in any order, with any numbers of drafts, some of them wrong: twice, by chance."""
     params, expected = told(scripted, made, kinds)
-
-    @settings(max_examples=2)
-    @given(
-        st.lists(st.integers(0, MOST), min_size=5, max_size=8),
-        st.lists(st.integers(0, MOST), min_size=3, max_size=5),
-        st.lists(st.permutations([0, 1, 2]), min_size=3, max_size=3),
-    )
-    def holds(script: list[int], allowed: list[int], orders: list[list[int]]) -> None:
-        scripted.script = cycle(script)
-        texts, nth = begun(made, params), 0
+    dice = np.random.default_rng(len(kinds[0]))
+    scripted.script = iter(dice.integers(0, MOST + 1, 1000).tolist())
+    for _ in range(2):
+        texts = begun(made, params)
         while min(len(text.tokens) for text in texts) < TOKENS:
-            rows = [row for row in orders[nth % len(orders)] if len(texts[row].tokens) < TOKENS]
-            most = [
-                max(0, min(allowed[(nth + row) % len(allowed)], TOKENS - 1 - len(texts[row].tokens))) for row in rows
-            ]
+            rows = [row for row in dice.permutation(3).tolist() if len(texts[row].tokens) < TOKENS]
+            most = [min(int(dice.integers(0, MOST + 1)), TOKENS - 1 - len(texts[row].tokens)) for row in rows]
             result = decode(made, rows, most)
             drafted = np.frombuffer(result.drafted, np.int32) if result.drafted else np.zeros(len(rows), np.int32)
             assert (drafted <= most).all()
             add(texts, result, rows)
-            nth += 1
         for text, wanted in zip(texts, expected, strict=True):
             assert text.tokens == wanted.tokens[: len(text.tokens)]
             assert len(text.logprobs) in (0, len(text.tokens))
@@ -132,8 +120,6 @@ def test_any_drafts_give_the_text_of_plain_steps(
                 assert ours.top_ids == theirs.top_ids
                 near = [np.frombuffer(each.top_logprobs, np.float32) for each in (ours, theirs)]
                 np.testing.assert_allclose(near[0], near[1], atol=1e-4)
-
-    holds()
 
 
 def test_right_drafts_are_kept_whole(made: ModelEngine, scripted: Scripted) -> None:
