@@ -175,15 +175,18 @@ class TritonInputs:
     def decodes(self, rows: Tensor, starts: Tensor, ends: Tensor) -> StepInputs:
         """A token of each of these rows, int32 [n], at these places, or none where `ends` (prefix sums) do not grow; nobody samples."""
         n = len(rows)
-        columns = Columns(rows, starts, ends, n, self._tables[0])
-        input_ids, positions, slots = self._tokens(columns, n)
+        return self._of_columns(Columns(rows, starts, ends, n, self._tables[0]), n, n)
+
+    def _of_columns(self, columns: Columns, count: int, num_decodes: int) -> StepInputs:
+        """A batch of so many tokens, with padding, in which nobody samples."""
+        input_ids, positions, slots = self._tokens(columns, count)
         return StepInputs(
             input_ids=input_ids,
             positions=positions,
             slot_mapping=tuple(slots),
             block_tables=self._tables,
             logits_indices=None,
-            num_decodes=n,
+            num_decodes=num_decodes,
             columns=columns,
         )
 
@@ -205,22 +208,16 @@ class TritonInputs:
         """Makes a batch of so many requests with so many tokens, of which the `count` that are named in `places` sample."""
         size, tokens = sizes
         rows, starts, ends, places = self.columns(size)
-        columns = Columns(rows, starts, ends, size, self._tables[0])
-        input_ids, positions, slots = self._tokens(columns, tokens)
+        batch = self._of_columns(Columns(rows, starts, ends, size, self._tables[0]), tokens, num_decodes)
         last = None
         if count:
             places = places[:count]
             last = ends[places.long()].long() - 1
             if padded:
                 last.clamp_(min=0)
-        return StepInputs(
-            input_ids=input_ids,
-            positions=positions,
-            slot_mapping=tuple(slots),
-            block_tables=self._tables,
+        return replace(
+            batch,
             logits_indices=last,
-            num_decodes=num_decodes,
-            columns=columns,
             places=places if count else None,
             vectors=None if self._rows.vectors is None else self._rows.vectors[:tokens],
         )

@@ -21,10 +21,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from engine_driver import MODEL, engine
+from host_drafter import HostDrafter
 
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import ComputedStep, DraftedRows, Kept
 from meshlm.workers.speculative.device_verification import DeviceVerification
 
 pytestmark = pytest.mark.gpu
@@ -42,28 +42,17 @@ KINDS = {
 }
 
 
-class Scripted:
+class Scripted(HostDrafter):
     """Guesses what a test says, of texts that it knows; wrong in places."""
 
     def __init__(self, rows: DeviceRows) -> None:
-        self._rows = rows
+        super().__init__(rows, self.guesses)
         self.texts: dict[int, list[int]] = {}  # by row
         self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
 
-    def computed(self, step: ComputedStep, kept: Kept) -> None: ...
-
-    def forget_graphs(self) -> None: ...
-
-    def warm_up(self, full: list[int]) -> None: ...
-
-    def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
-        known = self._rows.columns["num_known"].tolist()
-        for nth, (row, count) in enumerate(zip(of.host.rows.tolist(), of.host.drafts.tolist(), strict=True)):
-            wrong, text = next(self.script), self.texts[row]
-            for at in range(max(0, count)):
-                token = text[known[row] + at] + (at == wrong)
-                self._rows.tokens[row, known[row] + at] = token
-            found[nth] = max(0, count)
+    def guesses(self, row: int, known: list[int], count: int) -> list[int]:
+        wrong, ahead = next(self.script), self.texts[row][len(known) : len(known) + count]
+        return [token + (at == wrong) for at, token in enumerate(ahead)]
 
 
 def drafts(made: ModelEngine) -> DeviceVerification:

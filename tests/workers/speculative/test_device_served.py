@@ -8,13 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from host_drafter import HostDrafter
 from interpreted_engine import interpreter, made_alone
 from served_engines import AGAIN, PROMPTS, Engines, made, served
-from torch import Tensor
 
 from meshlm.protocol.config.speculative import SpeculativeConfig
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import ComputedStep, DraftedRows, Kept
 from meshlm.workers.speculative.device_verification import DeviceVerification
 
 if torch.cuda.is_available():
@@ -23,31 +22,21 @@ if torch.cuda.is_available():
 MOST = 3
 
 
-class Knowing:
+class Knowing(HostDrafter):
     """Drafts what it knows to come, with a wrong token now and then."""
 
     def __init__(self, rows: DeviceRows, texts: list[list[int]]) -> None:
-        self._rows, self._texts, self._turn, self.drafted = rows, texts, 0, 0
+        super().__init__(rows, self.guesses)
+        self._texts, self._turn, self.drafted = texts, 0, 0
 
-    def computed(self, step: ComputedStep, kept: Kept) -> None: ...
-
-    def forget_graphs(self) -> None: ...
-
-    def warm_up(self, full: list[int]) -> None: ...
-
-    def draft(self, of: DraftedRows, found: Tensor) -> None:
-        for nth, (row, count) in enumerate(zip(of.host.rows.tolist(), of.host.drafts.tolist(), strict=True)):
-            found[nth] = max(0, count)
-            if count <= 0:
-                continue
-            known = int(self._rows.columns["num_known"][row])
-            stands = self._rows.tokens[row, :known].tolist()
-            (text,) = {tuple(text) for text in self._texts if text[:known] == stands}
-            self._turn, self.drafted = self._turn + 1, self.drafted + count
-            ahead = np.resize(np.array(text[known : known + count] or [1], np.int32), count)
-            if self._turn % 3 == 0:
-                ahead[self._turn % count] = abs(ahead[self._turn % count] - 1)
-            self._rows.tokens[row, known : known + count] = torch.from_numpy(ahead)
+    def guesses(self, row: int, known: list[int], count: int) -> list[int]:
+        (text,) = {tuple(text) for text in self._texts if text[: len(known)] == known}
+        self._turn, self.drafted = self._turn + 1, self.drafted + count
+        ahead = np.resize(np.array(text[len(known) : len(known) + count] or [1], np.int32), count).tolist()
+        if self._turn % 3 == 0:
+            ahead[self._turn % count] = abs(ahead[self._turn % count] - 1)
+        found: list[int] = ahead
+        return found
 
 
 def test_texts_are_those_without_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from cpu_steps import LENGTH, MODEL, PROMPTS, VOCAB, tokens_of
 from drafted_steps import Text, add, begun, decode, plain, row_of, verify
+from host_drafter import HostDrafter
 from interpreted_engine import interpreted
 
 from meshlm.protocol.edges.step import StepPlan
@@ -21,7 +22,6 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import StepId
 from meshlm.workers.engine.engine import ModelEngine
 from meshlm.workers.rows.device_rows import DeviceRows
-from meshlm.workers.speculative.device_drafter import ComputedStep, DraftedRows, Kept
 from meshlm.workers.speculative.device_verification import DeviceVerification
 
 if torch.cuda.is_available():
@@ -40,31 +40,18 @@ KINDS = {
 }
 
 
-class Scripted:
+class Scripted(HostDrafter):
     """Guesses what a test says: each row's own future, wrong in places."""
 
     def __init__(self, rows: DeviceRows) -> None:
-        self._rows = rows
+        super().__init__(rows, self.guesses)
         self.texts: dict[int, list[int]] = {}  # by row
         self.script: Iterator[int] = cycle([MOST])  # which of the drafts is wrong
 
-    def computed(self, step: ComputedStep, kept: Kept) -> None: ...
-
-    def forget_graphs(self) -> None: ...
-
-    def warm_up(self, full: list[int]) -> None: ...
-
-    def draft(self, of: DraftedRows, found: torch.Tensor) -> None:
-        known = self._rows.columns["num_known"].tolist()
-        for nth, (row, count) in enumerate(zip(of.host.rows.tolist(), of.host.drafts.tolist(), strict=True)):
-            found[nth] = max(0, count)
-            if count <= 0:
-                continue
-            wrong, text = next(self.script), self.texts[row]
-            stands = self._rows.tokens[row, : known[row]].tolist()
-            assert stands == text[: known[row]], "what is known is what really stands there"
-            guesses = [abs(token - (at == wrong)) for at, token in enumerate(text[known[row] : known[row] + count])]
-            self._rows.tokens[row, known[row] : known[row] + count] = torch.tensor(guesses, dtype=torch.int32)
+    def guesses(self, row: int, known: list[int], count: int) -> list[int]:
+        wrong, text = next(self.script), self.texts[row]
+        assert known == text[: len(known)], "what is known is what really stands there"
+        return [abs(token - (at == wrong)) for at, token in enumerate(text[len(known) : len(known) + count])]
 
 
 @pytest.fixture(scope="module")
