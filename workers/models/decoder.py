@@ -153,8 +153,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             self.classes.layer(self.local, layer, self.classes) for layer in range(self.local.num_hidden_layers)
         )
-        norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
-        self.norm: RMSNorm | LayerNorm | None = norm
+        self.norm: RMSNorm | LayerNorm | None = RMSNorm(spec.hidden_size, spec.rms_norm_eps) if shard.is_last else None
         self.head = Linear(spec.hidden_size, rows, bias=False) if shard.is_last and not tied else None
         self.embedding_size = spec.hidden_size
         self.ops: Ops = TorchOps()

@@ -11,11 +11,10 @@ from meshlm.workers.models.drafters import StateDrafter
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.speculative.device_drafter import DeviceDrafter, DeviceNgram
 from meshlm.workers.speculative.device_models import DeviceModels
+from meshlm.workers.speculative.drafters import FLAG
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
-
-FLAG = "--speculative-config"
 
 
 def device_drafter_of(
