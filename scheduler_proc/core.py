@@ -136,6 +136,7 @@ class Scheduler:
         lockstep = self.lockstep
         steps_along = lockstep is not None and self.serving and self._rank.rests
         holds = len(self.inflight) >= self.batching.budget.depth(self._depth) or self.operations.holds_steps
+        holds = holds or (self.transfers is not None and self.transfers.holds_steps(now_ns))
         if holds or not (self._rank.plans or steps_along) or (lockstep is not None and not lockstep.may_step()):
             return []
         goes_on = bool(self.batching.running)

@@ -27,7 +27,7 @@ from meshlm.protocol.wire.ids import FinishReason, Identity, Role, StepId
 from meshlm.runtime.process.events import Event, PeerLost, PeerUp, Received, Send, Tick
 from meshlm.scheduler_proc.connectors.holder import Holder
 from meshlm.scheduler_proc.connectors.left import LeftPrompts
-from meshlm.scheduler_proc.connectors.loads import Loads
+from meshlm.scheduler_proc.connectors.loads import ANSWER_NS, Loads
 from meshlm.scheduler_proc.connectors.moves import Moves
 from meshlm.scheduler_proc.connectors.rates import Rates
 from meshlm.scheduler_proc.connectors.saves import Saves
@@ -72,6 +72,7 @@ class Transfers:
         self._rates, self._numbers = Rates(), count(1)
         self._peers: set[Identity] = set()
         self._num_opening = 0  # OpenPages that the store has not answered: the last one counts
+        self._opens_until_ns = 0  # a session's first step waits for it until then
         self._sends: list[Send] = []
         self.warnings: list[str] = []  # for the log: io.py takes them
         table.removed = self.removed
@@ -101,6 +102,7 @@ class Transfers:
         )
         self._session = session = _Session(pages, self._limits, self._rates)
         batching.begun = session.begun
+        self._opens_until_ns = batching.now_ns + ANSWER_NS
         self._open_store()
 
     def _open_store(self) -> None:
@@ -108,6 +110,10 @@ class Transfers:
             pages = self._session.pages
             self._num_opening += 1
             pages.send(STORE, OpenPages(pages.namespace, pages.page_bytes))
+
+    def holds_steps(self, now_ns: int) -> bool:
+        """Whether a session is so new that the store has not answered it: what the workers before had lies there."""
+        return self._num_opening > 0 and now_ns < self._opens_until_ns
 
     def end(self) -> None:
         """The session is over: its pages are gone, and requests look for theirs again in the next."""
@@ -239,7 +245,8 @@ class Transfers:
                 text = f"KV was not loaded (kv_load_failure_policy is fail): {why}"
                 self._table.finish(request, output, FinishReason.ERROR, text)
         session.saves.offer(output.now_ns)
-        session.loads.look(output.now_ns)
+        if not self.holds_steps(output.now_ns):
+            session.loads.look(output.now_ns)
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

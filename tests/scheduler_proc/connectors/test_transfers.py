@@ -12,6 +12,7 @@ from page_world import World, expected
 from meshlm.protocol.edges.kv import EndLease, FindPages, LeaseEnded, PagesFound, PagesMoved, PagesWanted
 from meshlm.protocol.kv import ChunkedAttention, CrossAttention, KVSpec, RecurrentState
 from meshlm.protocol.wire.ids import Identity, Role
+from meshlm.scheduler_proc.connectors.session import STORE
 
 # A chunk of one block needs nothing that lies before it.
 SHARED = [
@@ -53,6 +54,38 @@ def test_what_was_evicted_comes_back_from_the_store(specs: tuple[KVSpec, ...], n
     assert counts(world, "kv_loads") == ({"nothing": 1, "loaded": 1} if has_checkpoints else {})
     assert counts(world, "external_prefix_cache_hits") == ({"": 26 - again} if has_checkpoints else {})
     assert world.cores[0].batching.cache_hits == 0, "what was loaded is counted apart"
+    world.finish()
+
+
+def test_what_a_dead_worker_had_is_loaded_for_the_requests_that_wait_for_the_next() -> None:
+    world = World(1, 1, 200, store_pages=300)
+    run(world, PROMPT)
+    evict(world)
+    name = world.ask(PROMPT, 0)
+    world.kill_worker(0, 0)
+    world.settle()
+    assert world.asks[name].tokens == expected(PROMPT, 3)
+    assert counts(world, "kv_loads")["loaded"] == 1, (
+        "the next worker's first step was planned before the store was asked"
+    )
+    world.finish()
+
+
+def test_a_store_that_does_not_answer_holds_the_first_step_for_two_seconds_only() -> None:
+    world = World(1, 1, 200, store_pages=300)
+    core = world.cores[0]
+    transfers = core.transfers
+    assert transfers is not None
+    world.ask(PROMPT, 0)
+    world.kill_worker(0, 0)
+    while not core.serving:
+        world.deliver(next(link for link in world.waiting_links() if STORE not in link))
+        while world.can_work(0):
+            world.work(0)
+    assert transfers.holds_steps(int(world.now * 1e9))
+    assert not core.inflight
+    world.tick(3.0)
+    assert core.inflight
     world.finish()
 
 
