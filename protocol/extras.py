@@ -14,12 +14,13 @@ from meshlm.protocol.drafting import Drafting
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.kv_transfer import KVTransfer
+from meshlm.protocol.media import Media
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.samplers import SequenceBreakers
 from meshlm.protocol.wire.parts import joined
 
-Extra = Pool | Grammar | PromptEmbeds | Audio | SequenceBreakers | Drafting | KVTransfer | Adapter
+Extra = Pool | Grammar | PromptEmbeds | Audio | Media | SequenceBreakers | Drafting | KVTransfer | Adapter
 Extras = tuple[Extra, ...]  # at most one of each kind
 Kind = TypeVar("Kind", bound=ExtraKind)
 

@@ -26,6 +26,7 @@ from meshlm.protocol.config import Resolved, ServerConfig
 from meshlm.protocol.edges.text import media_of
 from meshlm.protocol.extras import Extra, find_extra
 from meshlm.protocol.grammar import Grammar
+from meshlm.protocol.media import Media
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.recording import RecordedSequence
 from meshlm.protocol.wire.columns import unpack_i32
@@ -36,7 +37,11 @@ SUFFIX, OLDER = ".jsonl", ".older.jsonl"
 # Of SamplingParams: drawn, in MeshRequest, made by the detokenizer, and more than the client's with best_of. Of TextParams: what a
 # prompt of token ids has behind it.
 ASIDE = ("seed", "max_tokens", "bad_words_token_ids", "logprobs", "truncate_prompt_tokens", "truncation_side")
-FIELDS: dict[type[Extra], str] = {PromptEmbeds: "prompt_embeds", Audio: "file"}  # the client's names
+FIELDS: dict[type[Extra], str] = {
+    PromptEmbeds: "prompt_embeds",
+    Audio: "file",
+    Media: "multi_modal_data",
+}  # the client's names
 SHOWN = "keep_special_tokens"  # matters where a stop string is looked for
 _encode = msgspec.json.Encoder().encode
 

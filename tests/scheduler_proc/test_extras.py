@@ -7,6 +7,7 @@ import pytest
 from bench import Bench, limits, reference
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from meshlm.coordinator.prefix_index import chain_of
 from meshlm.protocol.audio import Audio
@@ -14,6 +15,7 @@ from meshlm.protocol.edges.step import StepPlan
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.extras import Extras, key_parts
 from meshlm.protocol.grammar import Grammar, GrammarKind
+from meshlm.protocol.media import Media, MediaItem
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import FinishReason
@@ -105,9 +107,11 @@ def test_a_step_ends_inside_no_run_and_goes_on(gaps: list[tuple[int, int]], star
 
 VECTORS = PromptEmbeds("float32", ((2, 3), (70, 4)), bytes(range(28)))
 GRAMMAR = Grammar(GrammarKind.COMPILED, "a")
+PICTURE = MediaItem("image", b"d" * 32, pack_i32([5] * 70), b"\1" * 70, 30, is_uncut=True)
+MEDIA = Media((PICTURE, MediaItem("image", b"e" * 32, pack_i32([5] * 20), b"\1" * 20, 150)))
 
 
-@pytest.mark.parametrize("extras", [(VECTORS,), (Audio(b"abcd"),), (GRAMMAR, VECTORS)])
+@pytest.mark.parametrize("extras", [(VECTORS,), (Audio(b"abcd"),), (MEDIA,), (GRAMMAR, VECTORS)])
 def test_the_coordinators_index_goes_by_the_same_keys(extras: Extras) -> None:
     ids = pack_i32([5] * 192)
     plain, keyed = chain_of(ids, "s"), chain_of(ids, "s", extras)
@@ -127,3 +131,25 @@ def test_a_digest_stands_for_a_vector() -> None:
         assert VECTORS.key_parts(begin, end) == made.key_parts(begin, end) == blind.key_parts(begin, end)
         cut = made.cut(begin, end)
         assert (b"" if cut is None else cut.key_parts(0, end - begin)) == made.key_parts(begin, end)
+
+
+def test_an_image_is_in_the_keys_of_its_own_blocks() -> None:
+    others = Media((replace(PICTURE, digest=b"f" * 32), MEDIA.items[1]))
+    moved = Media((replace(PICTURE, position=31), MEDIA.items[1]))
+    assert MEDIA.key_parts(0, 16) == MEDIA.key_parts(16, 30) == MEDIA.key_parts(100, 150) == b""
+    for begin, end in ((16, 32), (32, 48), (96, 112)):
+        keys = {one.key_parts(begin, end) for one in (MEDIA, others, moved)}
+        assert len(keys) == 3
+        assert b"" not in keys
+    assert MEDIA.key_parts(144, 160) == others.key_parts(144, 160) != b""
+    assert MEDIA.uncut == ((30, 70),)
+
+
+def test_a_cut_keeps_whole_images_alone() -> None:
+    assert MEDIA.cut(0, 170) == MEDIA
+    kept = MEDIA.cut(120, 180)
+    assert kept is not None
+    assert [item.position for item in kept.items] == [30]
+    assert MEDIA.cut(0, 30) is MEDIA.cut(100, 150) is None
+    with pytest.raises(ValueError, match="the cut at 40 to 100 goes through the image at 30"):
+        MEDIA.cut(40, 170)

@@ -8,6 +8,7 @@ from meshlm.protocol import (
     drafting,
     grammar,
     kv_transfer,
+    media,
     pool,
     prompt_embeds,
     samplers,
@@ -43,6 +44,21 @@ ADAPTER = adapters.Adapter("sql", "/adapters/sql", b"d" * 32)
 KV_TRANSFER = kv_transfer.KVTransfer(b'{"do_remote_prefill":true}', True, True)
 PAGES = kv.PageMemory("/proc/7/fd/9", 64, (kv.Segment(4096, 1024, 512),), b"h" * 64)
 AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
+MEDIA = media.Media(
+    (
+        media.MediaItem(
+            "image",
+            b"d" * media.DIGEST_BYTES,
+            pack_i32([5, 6, 6, 7]),
+            bytes([0, 1, 1, 0]),
+            4,
+            (1, 2, 1),
+            "/dev/shm/meshlm/x",
+            (media.MediaTensor("pixel_values", "float32", (3, 28, 14), 64),),
+            True,
+        ),
+    )
+)
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,
     min_tokens=2,
@@ -87,7 +103,7 @@ WORK = admit.EngineRequest(
     arrival_s=1750000000.25,
     deadline_s=1750000060.5,
     num_crashes=3,
-    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, BREAKERS, DRAFTING, KV_TRANSFER, ADAPTER),
+    extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, MEDIA, BREAKERS, DRAFTING, KV_TRANSFER, ADAPTER),
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
