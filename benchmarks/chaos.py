@@ -6,7 +6,8 @@
 First all requests of the mix are answered undisturbed: the reference. Then `--streams` clients ask for them again and again, while a
 random process (never the supervisor) is killed with SIGKILL as soon as most streams flow again after the last fault, at times
 before that; now and then one is stopped by SIGSTOP instead, for a moment or until the supervisor judges it stuck. A pause is the
-longest gap between two tokens of any stream around a fault. Exit code 1 when anything was lost, duplicated, wrong or failed.
+longest gap between two tokens of any stream around a fault. Exit code 1 when anything was lost, duplicated, wrong or failed, or when
+pages of a KV cache or of the store are still in use once all streams have ended and every lease is over.
 On a GPU tokens depend on what else is in their step, as far as 16 bits can tell: there they are counted, and `as_undisturbed` says
 how many stand before the first of their stream that differs from the reference.
 """
@@ -17,6 +18,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -32,17 +34,18 @@ import harness
 from harness import Mesh, Process
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, counted, draw_asks, num_equal, verdict
 
-ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend")
+ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend", "store")
 # How often each role is hit. On a CPU all streams are computed again after the death of a worker or its scheduler, which takes
 # many seconds: equal shares would leave no time for tokens.
 WEIGHTS = {
-    "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3},
+    "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3, "store": 2},
     **dict.fromkeys(("cuda", "fake"), dict.fromkeys(ROLES, 1)),
 }
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
 SHORT_STOP_S = (0.5, 3.0)
 NOTICE_S = 0.05  # what is on its way when a process dies still arrives
 KEPT_FAILURES = 20
+LEASES_S = 45.0  # by then all leases on pages have ended, those of readers that died too
 
 
 @dataclass
@@ -326,6 +329,9 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
         report = chaos.report()
         report["processes"] = [summary(process) for process in mesh.processes()]
         report["hand_offs"] = metric(mesh.port, "request_hand_offs_total")
+        report["loads"] = by_label(mesh.port, "kv_loads_total", "outcome")
+        report["blocks_saved_since_restart"] = metric(mesh.port, "kv_saved_blocks_total")
+        report["pages_leaked"] = await leaked(mesh.port)
     finally:
         code = mesh.stop()
         if arguments.keep_logs:
@@ -337,11 +343,32 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
     return report
 
 
-def metric(port: int, name: str) -> float:
-    """The sum of a metric over all ranks."""
+async def leaked(port: int) -> int:
+    """Pages that somebody still holds, of the ranks' KV caches and of the store, though nobody asks for anything any more."""
+    limit = time.monotonic() + LEASES_S
+    while True:
+        ranks, store = by_label(port, "kv_cache_blocks", "state"), by_label(port, "kv_store_pages", "state")
+        held = int(ranks.get("used", 0) + store.get("in_use", 0))
+        if not held or time.monotonic() > limit:
+            return held
+        await asyncio.sleep(0.5)
+
+
+def by_label(port: int, name: str, label: str) -> dict[str, float]:
+    """The sums of a metric over all processes, by one of its labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"meshlm:{name}{{"))
+    sums = Counter[str]()
+    for line in lines:
+        if line.startswith(f"meshlm:{name}{{"):
+            found = re.search(f'[{{,]{label}="([^"]*)"', line)
+            sums[found[1] if found else ""] += float(line.rpartition(" ")[2])
+    return dict(sums)
+
+
+def metric(port: int, name: str) -> float:
+    """The sum of a metric over all ranks."""
+    return sum(by_label(port, name, "engine").values())
 
 
 def summary(process: Process) -> dict[str, Any]:
@@ -353,8 +380,8 @@ def main() -> int:
     report = asyncio.run(play(arguments, rest))
     harness.keep(arguments.json, report)
     print(json.dumps({name: value for name, value in report.items() if name not in ("faults", "failures")}, indent=1))
-    failed = report["lost"] or report["duplicated"] or report["wrong"] or report["errors"] or report["exit_code"]
-    return 1 if failed else 0
+    wrong = ("lost", "duplicated", "wrong", "errors", "pages_leaked", "exit_code")
+    return 1 if any(report[name] for name in wrong) else 0
 
 
 if __name__ == "__main__":
