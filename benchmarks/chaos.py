@@ -358,12 +358,13 @@ def by_label(port: int, name: str, label: str) -> dict[str, float]:
     """The sums of a metric over all processes, by one of its labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
-    sums = Counter[str]()
+    sums: dict[str, float] = {}
     for line in lines:
         if line.startswith(f"meshlm:{name}{{"):
             found = re.search(f'[{{,]{label}="([^"]*)"', line)
-            sums[found[1] if found else ""] += float(line.rpartition(" ")[2])
-    return dict(sums)
+            value = found[1] if found else ""
+            sums[value] = sums.get(value, 0.0) + float(line.rpartition(" ")[2])
+    return sums
 
 
 def metric(port: int, name: str) -> float:

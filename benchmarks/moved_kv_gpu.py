@@ -22,6 +22,7 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from random import Random
 from typing import Any
 
@@ -207,7 +208,8 @@ def export() -> None:
 
 
 def copies() -> Report:
-    """GB/s of 8,192 tokens' pages, 1 GiB, medians of seven: saved and loaded, beside copies of pinned memory; from another process."""
+    """GB/s of 8,192 tokens' pages, 1 GiB, medians of seven: saved, loaded, both side by side (half of them each), beside copies of
+    pinned memory; from another process."""
     import msgspec
     import torch
 
@@ -239,11 +241,21 @@ def copies() -> Report:
     def median(other: PageMemory, lines: list[int], *, is_load: bool) -> float:
         return round(statistics.median(gb_s(other, lines, is_load=is_load) for _ in range(7)), 1)
 
+    def both_ways() -> float:
+        said = SimpleQueue[Copied]()
+        here, half, begun = random.sample(range(2048), count), count // 2, time.perf_counter()
+        for is_load, places in ((True, range(half)), (False, range(half, count))):
+            mover.submit(Copy(0, is_load, [here[place] for place in places], places, store, None, 0, said.put))
+        if any(said.get(timeout=60).num_pages != half for _ in range(2)):
+            raise SystemExit("a copy failed")
+        return count * page / (time.perf_counter() - begun) / 1e9
+
     in_order, anyhow = list(range(count)), random.sample(range(count), count)
     found["first_save"] = round(gb_s(store, in_order, is_load=False), 1)  # pins the memory
     for name, lines in (("in_order", in_order), ("anyhow", anyhow)):
         found[f"save_{name}"] = median(store, lines, is_load=False)
         found[f"load_{name}"] = median(store, lines, is_load=True)
+    found["both_ways"] = round(statistics.median(both_ways() for _ in range(7)), 1)
     host, device = (
         torch.empty(count * page, dtype=torch.uint8, pin_memory=True),
         torch.empty(count * page, dtype=torch.uint8, device="cuda"),

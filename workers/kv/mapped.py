@@ -1,13 +1,17 @@
 """Memory of other processes of this host, opened in this one: a file each, of which `PageMemory` says where pages lie.
 
-Used by the mover thread alone. What is open is kept, since the next pages come from the same memory, and given up once its process is
-gone: the memory of such a process lives as long as somebody has it open, and that of a GPU is needed by the process that follows.
+Used by the mover's threads. What is open is kept, since the next pages come from the same memory, and given up once its process is
+gone and no copy uses it: the memory of such a process lives as long as somebody has it open, and that of a GPU is needed by the process
+that follows.
 """
 
 import mmap
 import os
 import stat
-from typing import NamedTuple
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from meshlm.protocol.edges.kv import PageMemory
 from meshlm.workers.kv.pages import BadMemory, KVPages, OtherMemory
@@ -15,7 +19,8 @@ from meshlm.workers.kv.pages import BadMemory, KVPages, OtherMemory
 LOOK_S = 1.0  # from one look at the processes to the next
 
 
-class Mapped(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Mapped:
     """A file as it was when it was mapped. Its holder never makes it shorter (SharedBytes seals it): a page that is gone would end the
     process that reads it."""
 
@@ -23,6 +28,8 @@ class Mapped(NamedTuple):
     identity: tuple[int, int]  # of the file: another one may have come to its path
     handle: bytes
     opened: OtherMemory
+    num_users: int = 0  # copies that use it
+    is_kept: bool = True  # else it is closed behind the last of them
 
     def is_at(self, memory: PageMemory) -> bool:
         """Whether it is what `memory` names, with all of its bytes."""
@@ -38,14 +45,26 @@ class Mappings:
 
     def __init__(self, pages: KVPages) -> None:
         self._pages = pages
+        self._lock = threading.Lock()
         self._mapped: dict[tuple[str, bool], Mapped] = {}
 
     def __len__(self) -> int:
         return len(self._mapped)
 
-    def find(self, memory: PageMemory, *, writes: bool) -> Mapped:
-        """The memory, opened. BadMemory."""
-        key = memory.path, writes or self._pages.pins
+    @contextmanager
+    def use(self, memory: PageMemory, *, writes: bool) -> Iterator[Mapped]:
+        """The memory, opened until the end of this context at least. BadMemory."""
+        with self._lock:
+            mapped = self._find(memory, (memory.path, writes or self._pages.pins))
+            mapped.num_users += 1
+        try:
+            yield mapped
+        finally:
+            with self._lock:
+                mapped.num_users -= 1
+                _close_unused(mapped)
+
+    def _find(self, memory: PageMemory, key: tuple[str, bool]) -> Mapped:
         try:
             found = self._mapped.get(key)
             if found is not None and found.is_at(memory):
@@ -60,22 +79,30 @@ class Mappings:
 
     def close_those_gone(self) -> None:
         """Give up those whose process is gone, or has another file there."""
-        for path, writes in list(self._mapped):
-            try:
-                is_there = _identity(path) == self._mapped[path, writes].identity
-            except OSError:
-                is_there = False
-            if not is_there:
-                self._close((path, writes))
+        with self._lock:
+            for path, writes in list(self._mapped):
+                try:
+                    is_there = _identity(path) == self._mapped[path, writes].identity
+                except OSError:
+                    is_there = False
+                if not is_there:
+                    self._close((path, writes))
 
     def close(self) -> None:
         """Give up all: what a GPU knows of memory has to go before the memory does."""
-        for key in list(self._mapped):
-            self._close(key)
+        with self._lock:
+            for key in list(self._mapped):
+                self._close(key)
 
     def _close(self, key: tuple[str, bool]) -> None:
         if (mapped := self._mapped.pop(key, None)) is not None:
-            mapped.opened.close()
+            mapped.is_kept = False
+            _close_unused(mapped)
+
+
+def _close_unused(mapped: Mapped) -> None:
+    if not mapped.is_kept and not mapped.num_users:
+        mapped.opened.close()
 
 
 def _identity(path: str) -> tuple[int, int]:

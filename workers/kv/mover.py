@@ -1,24 +1,23 @@
-"""The thread that copies pages of the KV cache from and to other memory, beside the steps: what requests wait for first, which are
-loads, and each kind in the order in which it is told. What is saved is held until it is, so that nothing is loaded over it.
+"""The threads that copy pages of the KV cache from and to other memory, beside the steps: one makes loads, which requests wait for,
+and one saves, side by side, as a GPU copies both ways at once. Each kind is in the order in which it is told. What is saved is held
+until it is, and what is loaded until it is there, so that no page is of a load and of a save.
 
 The stepper hands it a copy behind the steps that were launched before (moves.py). Of an ended session nothing is copied: `session` is
 set in the event loop as soon as a Reset comes, and `wait` returns once the page that was being copied then is done, so that a worker
 that answers a Reset writes and reads nothing of the session before.
 """
 
-import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from meshlm.protocol.edges.kv import PageMemory
 from meshlm.workers.kv.mapped import LOOK_S, Mapped, Mappings
 from meshlm.workers.kv.pages import BadMemory, Column, HostColumns, KVPages, OtherPages
 
-LOADS, SAVES, END = range(3)  # the order in which they are taken
 ENDED = "its session has ended"
 TOO_LATE = "the deadline has passed"
 
@@ -45,67 +44,75 @@ class Copy(NamedTuple):
 
 
 class Mover:
-    """`fatal` is called with a line should the thread end by an error, which is a bug."""
+    """`fatal` is called with a line should a thread end by an error, which is a bug."""
 
     def __init__(self, pages: KVPages, fatal: Callable[[str], None]) -> None:
         self.session = 0
         self._pages, self._fatal = pages, fatal
-        self._copies: queue.PriorityQueue[tuple[int, int, Copy | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        self._copying = threading.Lock()
         self._mappings = Mappings(pages)
-        self._look_at = 0.0  # when processes are looked at again whose memory is open
-        threading.Thread(target=self._work, name="mover", daemon=True).start()
+        self._loads, self._saves = _Queue(), _Queue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(copies,), name=f"mover of {kind}", daemon=True)
+            for copies, kind in ((self._loads, "loads"), (self._saves, "saves"))
+        ]
+        self._ending = threading.Barrier(len(self._threads), self._mappings.close)
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, copy: Copy) -> None:
         """From any thread. `done` is called once it is over, whatever becomes of it."""
-        self._copies.put((LOADS if copy.is_load else SAVES, next(self._numbers), copy))
+        (self._loads if copy.is_load else self._saves).copies.put(copy)
 
     def wait(self) -> None:
         """Until nothing of an earlier session is copied any more."""
-        with self._copying:
-            pass
+        for copies in (self._loads, self._saves):
+            with copies.copying:
+                pass
 
     def close(self) -> None:
-        self._copies.put((END, next(self._numbers), None))
+        """Behind what was submitted before."""
+        for copies in (self._loads, self._saves):
+            copies.copies.put(None)
 
-    # --- mover thread ---
+    # --- mover threads ---
 
-    def _work(self) -> None:
+    def _work(self, copies: "_Queue") -> None:
         try:
-            while (copy := self._next()) is not None:
-                with self._copying:
+            while (copy := self._next(copies)) is not None:
+                with copies.copying:
                     copied = self._do(copy)
                 copy.done(copied)
-            self._mappings.close()
-        except BaseException as error:  # without this thread no page moves, and loads wait until their limits
+            self._ending.wait()
+        except BaseException as error:  # without these threads no page moves, and loads wait until their limits
             self._fatal(f"the mover died: {type(error).__name__}: {error}".splitlines()[0])
 
-    def _next(self) -> Copy | None:
+    def _next(self, copies: "_Queue") -> Copy | None:
         while True:
-            if time.monotonic() >= self._look_at:
+            if time.monotonic() >= copies.look_at:
                 self._mappings.close_those_gone()
-                self._look_at = time.monotonic() + LOOK_S
+                copies.look_at = time.monotonic() + LOOK_S
             with suppress(queue.Empty):
-                return self._copies.get(timeout=LOOK_S if len(self._mappings) else None)[2]
+                return copies.copies.get(timeout=LOOK_S if len(self._mappings) else None)
 
     def _do(self, copy: Copy) -> Copied:
         begin_ns = time.monotonic_ns()
         try:
-            mapped, other = self._other(copy)
-            self._check(copy, other)
+            with self._other(copy) as (mapped, other):
+                self._check(copy, other)
+                places = _Places(copy, mapped, lambda: copy.session == self.session)
+                self._pages.copy(other, places, is_load=copy.is_load, after=copy.after)
         except BadMemory as error:
             return Copied(0, 0, str(error))
-        places = _Places(copy, mapped, lambda: copy.session == self.session)
-        self._pages.copy(other, places, is_load=copy.is_load, after=copy.after)
         return Copied(places.num_given, time.monotonic_ns() - begin_ns, places.message)
 
-    def _other(self, copy: Copy) -> tuple[Mapped | None, OtherPages]:
+    @contextmanager
+    def _other(self, copy: Copy) -> Iterator[tuple[Mapped | None, OtherPages]]:
         """The memory on the other side. BadMemory."""
         if not isinstance(copy.other, PageMemory):
-            return None, HostColumns(copy.other)
-        mapped = self._mappings.find(copy.other, writes=not copy.is_load)
-        return mapped, mapped.opened.pages(copy.other)
+            yield None, HostColumns(copy.other)
+            return
+        with self._mappings.use(copy.other, writes=not copy.is_load) as mapped:
+            yield mapped, mapped.opened.pages(copy.other)
 
     def _check(self, copy: Copy, other: OtherPages) -> None:
         """BadMemory for what does not fit, before anything is read or written."""
@@ -118,6 +125,15 @@ class Mover:
             if numbers and not 0 <= min(numbers) <= max(numbers) < count:
                 wrong = min(numbers) if min(numbers) < 0 else max(numbers)
                 raise BadMemory(f"page {wrong} {side}: there are {count}")
+
+
+class _Queue:
+    """The copies of one thread."""
+
+    def __init__(self) -> None:
+        self.copies: queue.SimpleQueue[Copy | None] = queue.SimpleQueue()  # None: the end
+        self.copying = threading.Lock()
+        self.look_at = 0.0  # when processes are looked at again whose memory is open
 
 
 class _Places:

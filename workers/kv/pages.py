@@ -54,13 +54,14 @@ class KVPages(Protocol):
         """A mark behind all steps launched so far; called by the stepper thread."""
 
     def open(self, memory: PageMemory, file: mmap.mmap) -> OtherMemory:
-        """What a process has at `memory`; `file` is its file, mapped. Called by the mover thread, as all below. BadMemory."""
+        """What a process has at `memory`; `file` is its file, mapped. Called by one of the mover's threads at a time. BadMemory."""
 
     def copy(
         self, other: OtherPages, places: Iterable[tuple[int, int]], *, is_load: bool, after: object = None
     ) -> None:
-        """Copy pages from (is_load) or to other memory. places: a page here, and its line there, which are asked for one by one; all
-        that were given are copied when this returns. after: a mark of steps that come before."""
+        """Copy pages from (is_load) or to other memory; one thread calls it for loads, and another for saves. places: a page here, and
+        its line there, which are asked for one by one; all that were given are copied when this returns. after: a mark of steps that
+        come before."""
 
 
 class HostColumns:

@@ -39,7 +39,7 @@ class PeerColumns:
 
 
 class PeerMemory:
-    """Used by the mover thread."""
+    """Used by the mover's thread of loads: nothing is saved to a peer."""
 
     def __init__(self, memory: PageMemory, width: int, device: torch.device, stream: torch.cuda.Stream) -> None:
         """width: bytes of a page in each column. BadMemory."""
@@ -59,4 +59,5 @@ class PeerMemory:
 
     def close(self) -> None:
         """As OtherMemory has it."""
+        driver.use(self._device.index)  # the thread may be one that has copied nothing
         driver.close_exported(self._base)

@@ -32,13 +32,16 @@ class Run(NamedTuple):
 
 
 class PinnedMemory:
-    """Used by the mover thread, whose driver calls are for the GPU."""
+    """Used by the mover's threads, whose driver calls are for the GPU."""
 
-    def __init__(self, file: mmap.mmap) -> None:
+    def __init__(self, file: mmap.mmap, device: int) -> None:
+        """device: the GPU's number."""
+        self._device = device
         self._memory = HostMemory(file)
         self._bytes = np.frombuffer(file, np.uint8)
         self._begin = self._bytes.ctypes.data
         self._stretches: dict[int, bool] = {}  # whether it is pinned
+        self._pinning = threading.Lock()
         self._refused = self._closed = False
         numbers = iter(range(-(-len(self._bytes) // STRETCH)))
         self._givers = [threading.Thread(target=self._give, args=(numbers,), daemon=True) for _ in range(GIVERS)]
@@ -71,7 +74,9 @@ class PinnedMemory:
 
     def _is_pinned(self, nth: int) -> bool:
         if (known := self._stretches.get(nth)) is None:
-            known = self._stretches[nth] = not self._refused and self._pin(nth)
+            with self._pinning:
+                if (known := self._stretches.get(nth)) is None:
+                    known = self._stretches[nth] = not self._refused and self._pin(nth)
         return known
 
     def _pin(self, nth: int) -> bool:
@@ -88,6 +93,7 @@ class PinnedMemory:
         self._closed = True
         for giver in self._givers:
             giver.join()
+        driver.use(self._device)  # the thread may be one that has copied nothing
         for nth, is_pinned in self._stretches.items():
             if is_pinned:
                 driver.unregister(self._begin + nth * STRETCH)

@@ -105,6 +105,23 @@ def test_what_was_saved_is_loaded_elsewhere(
         assert all(there.opened._stretches.values()), "the driver refuses to pin memory of another process"
 
 
+def test_loads_and_saves_go_side_by_side() -> None:
+    """In turns of many small copies both ways at once, no byte goes to the wrong page."""
+    columns = list(torch.randint(256, (27, NUM_PAGES, 18432), dtype=torch.uint8, device="cuda"))
+    pages, store = DevicePages(columns), Store(27 * 18432, NUM_PAGES)
+    half, dice = NUM_PAGES // 2, np.random.default_rng(0)
+    with moving(pages) as made:
+        for _ in range(10):
+            store.lines[:half] = content = dice.integers(0, 256, store.lines[:half].shape, np.uint8)
+            before, answers = pages_at(columns, range(half, NUM_PAGES)), Answers()
+            for nth in range(half):
+                made.submit(copy_of(store.memory, [nth], [nth], done=answers))
+                made.submit(copy_of(store.memory, [half + nth], [half + nth], is_load=False, done=answers))
+            assert all(answers.get().num_pages == 1 for _ in range(2 * half))
+            assert (pages_at(columns, range(half)) == content).all()
+            assert (store.lines[half:] == before).all()
+
+
 def test_buffers_of_this_process_need_not_be_pinned() -> None:
     """As connectors have them."""
     columns = list(torch.randint(256, (6, NUM_PAGES, 4096), dtype=torch.uint8, device="cuda"))
@@ -154,7 +171,7 @@ def made_for(case: str, folder: Path, **settings: Any) -> ModelEngine:
 
 def columns_of(made: ModelEngine) -> Sequence[torch.Tensor]:
     assert isinstance(made.pages, DevicePages)
-    return made.pages._columns
+    return made.pages.columns
 
 
 def spoil(made: ModelEngine, count: int) -> None:

@@ -1,9 +1,10 @@
 """Copies of pages: the right bytes, all of them and no others, whatever the other memory looks like; and what ends one."""
 
+import mmap
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from page_copies import Answers, copied, copy_of, host_pages, written
 from meshlm.protocol.edges.kv import PageMemory, Segment
 from meshlm.workers.kv import mover
 from meshlm.workers.kv.mover import Mover
-from meshlm.workers.kv.pages import Column, HostPages, OtherPages, SharedBytes
+from meshlm.workers.kv.pages import Column, HostMemory, HostPages, OtherMemory, OtherPages, SharedBytes
 
 NUM_PAGES, PAGE_BYTES = 7, 60
 
@@ -131,7 +132,8 @@ class Slow:
         self._pages = pages
         self.num_pages, self.page_bytes = pages.num_pages, pages.page_bytes
         self.memory: PageMemory | None = None
-        self.pins, self.open = False, pages.open
+        self.pins = False
+        self.open: Callable[[PageMemory, mmap.mmap], OtherMemory] = pages.open
         self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
         self.num_copied = 0
 
@@ -285,20 +287,83 @@ def test_a_mover_that_dies_ends_the_process() -> None:
     assert said.get() == "the mover died: RuntimeError: no bytes"
 
 
-def test_what_requests_wait_for_passes_what_is_saved() -> None:
-    """Copies that were told while another was being copied: loads first, each kind in order."""
+@pytest.mark.parametrize("is_load", [True, False])
+def test_loads_and_saves_are_made_side_by_side(is_load: bool) -> None:
+    """A copy one way waits for none the other way; those of one way are made in order."""
     pages, _ = host_pages(NUM_PAGES, (PAGE_BYTES,))
-    columns = [np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)]
+    columns = buffers()
     one, go_on, begun, order = Mover(pages, pytest.fail), threading.Event(), Answers(), Answers()
 
     def first(copied: object) -> None:
         begun(copied)
         assert go_on.wait(30)
 
-    one.submit(copy_of(columns, [0], [0], done=first))
+    one.submit(copy_of(columns, [0], [0], is_load=is_load, done=first))
     begun.get()
-    for name, is_load in (("a save", False), ("a load", True), ("another save", False), ("another load", True)):
-        one.submit(copy_of(columns, [1], [1], is_load=is_load, done=lambda copied, name=name: order(name)))
+    for nth in range(1, 4):
+        for other_way in (True, False):
+
+            def done(copied: object, name: tuple[bool, int] = (other_way, nth)) -> None:
+                order(name)
+
+            one.submit(copy_of(columns, [nth], [nth + 3], is_load=is_load ^ other_way, done=done))
+    assert [order.get() for _ in range(3)] == [(True, 1), (True, 2), (True, 3)]
     go_on.set()
-    assert [order.get() for _ in range(4)] == ["a load", "another load", "a save", "another save"]
+    assert [order.get() for _ in range(3)] == [(False, 1), (False, 2), (False, 3)]
     one.close()
+
+
+def test_a_reset_waits_for_both_ways() -> None:
+    pages, moving, answers = slow()
+    for is_load in (True, False):
+        moving.submit(copy_of(buffers(), [0, 1], [0, 1], is_load=is_load, done=answers))
+    for _ in range(2):
+        assert pages.begun.acquire(timeout=30)
+    moving.session = 8
+    waited = threading.Event()
+
+    def wait() -> None:
+        moving.wait()
+        waited.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    for _ in range(2):
+        assert not waited.wait(0.1), "a Reset is answered while a page is copied"
+        pages.let.release()
+    assert waited.wait(30)
+    assert [answers.get()[::2] for _ in range(2)] == [(1, mover.ENDED)] * 2
+    moving.close()
+
+
+def test_memory_of_a_process_that_is_gone_stays_open_while_a_copy_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other thread gives it up meanwhile; it is closed once, behind the copy."""
+    monkeypatch.setattr(mover, "LOOK_S", 0.02)
+    pages, moving, answers = slow()
+    closed: list[bool] = []
+    is_copying = threading.Event()
+
+    class Opened(HostMemory):
+        def close(self) -> None:
+            closed.append(is_copying.is_set())
+
+    pages.open = lambda memory, file: Opened(file)
+    path = written(tmp_path / "pages", NUM_PAGES * PAGE_BYTES)
+    is_copying.set()
+    moving.submit(copy_of(PageMemory(path, NUM_PAGES, WHOLE), [0], [4], done=answers))
+    assert pages.begun.acquire(timeout=30)
+    os.unlink(path)
+    save = copy_of(buffers(), [], [], is_load=False, done=answers)
+    limit = time.monotonic() + 30
+    while len(moving._mappings):
+        assert time.monotonic() < limit
+        moving.submit(save)
+        answers.get()
+    is_copying.clear()
+    pages.let.release()
+    assert answers.get()[::2] == (1, "")
+    moving.close()
+    for thread in moving._threads:
+        thread.join(30)
+    assert closed == [False]
