@@ -1,8 +1,9 @@
-"""Reads one tensor that a client saved with `torch.save`, without torch and without running anything that the file says.
+"""Reads what was saved with `torch.save`, a tensor or tensors by name, without torch and without running anything that the file says.
 
-Such a file is a zip archive with a pickle, which says type, shape and place, and the numbers. Pickles are programs: of this one only
-the few instructions are followed that torch.save writes for a plain tensor, with the few names that belong to it; all else is
-refused. Called by frontends, which check the vectors of a prompt before the mesh gets them (protocol/prompt_embeds.py).
+Such a file is a zip archive with a pickle, which says types, shapes and places, and the numbers. Pickles are programs: of this one only
+the few instructions are followed that torch.save writes for plain tensors, with the few names that belong to them; all else is
+refused. Called by frontends, which check the vectors of a prompt before the mesh gets them (protocol/prompt_embeds.py), and by those
+who read adapters (model_files/adapter_tensors.py).
 """
 
 import base64
@@ -12,6 +13,8 @@ import pickletools
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from meshlm.protocol.edges.text import MediaPrompt, TokenPrompt
@@ -20,7 +23,8 @@ from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
-MAX_PICKLE_BYTES, MAX_MEMO = 1 << 14, 64
+MAX_PICKLE_BYTES = 1 << 14  # of one tensor
+MAX_DICT_BYTES = 1 << 22  # of many
 STORAGES: dict[str, EmbedsDType] = {
     "torch FloatStorage": "float32",
     "torch HalfStorage": "float16",
@@ -123,15 +127,45 @@ def kept(embeds: PromptEmbeds, keep: int, side: str) -> PromptEmbeds:
 
 def load(data: bytes) -> tuple[_Tensor, bytes]:
     """The tensor that the file holds, and its numbers, little-endian and in order. NotATensor."""
+    with _archive(data) as (archive, names):
+        tensor = _unpickled(_read(archive, names.get("data.pkl"), MAX_PICKLE_BYTES))
+        if not isinstance(tensor, _Tensor):
+            raise NotATensor("it is no plain tensor")
+        return tensor, _numbers(archive, names, tensor, len(data))
+
+
+def load_dict(data: bytes) -> dict[str, tuple[EmbedsDType, tuple[int, ...], bytes]]:
+    """The tensors that the file holds by name: type, shape, and the numbers, little-endian and in order. NotATensor."""
+    with _archive(data) as (archive, names):
+        found = _unpickled(_read(archive, names.get("data.pkl"), MAX_DICT_BYTES))
+        if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+            raise NotATensor("it holds no tensors by name")
+        tensors, left = {}, 2 * len(data)  # names may share numbers; but not to no end
+        for name, tensor in found.items():
+            if not isinstance(tensor, _Tensor):
+                raise NotATensor(f"{name[:80]} is no plain tensor")
+            raw = _numbers(archive, names, tensor, len(data))
+            if (left := left - len(raw)) < 0:
+                raise NotATensor("its tensors have more numbers than the file")
+            tensors[name] = tensor.storage.dtype, tensor.size, raw
+        return tensors
+
+
+@contextmanager
+def _archive(data: bytes) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """The file, opened, and what is in it by name. NotATensor."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            tensor = _tensor(_read(archive, names.get("data.pkl"), MAX_PICKLE_BYTES))
             if "byteorder" in names and _read(archive, names["byteorder"], 16) != b"little":
                 raise NotATensor("it was written by a machine with another order of bytes")
-            raw = _read(archive, names.get(f"data/{tensor.storage.key}"), len(data))
+            yield archive, names
     except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, OSError, struct.error) as error:
         raise NotATensor(f"it is no file of torch.save's newer form, a zip archive ({error})") from None
+
+
+def _numbers(archive: zipfile.ZipFile, names: dict[str, zipfile.ZipInfo], tensor: _Tensor, most: int) -> bytes:
+    raw = _read(archive, names.get(f"data/{tensor.storage.key}"), most)
     item = ITEM_BYTES[tensor.storage.dtype]
     count = 1
     for size in tensor.size:
@@ -141,7 +175,7 @@ def load(data: bytes) -> tuple[_Tensor, bytes]:
         raise NotATensor("its numbers are not as many as it says")
     if not _is_contiguous(tensor):
         raise NotATensor("it is not contiguous; save tensor.contiguous()")
-    return tensor, raw[begin : begin + count * item]
+    return raw[begin : begin + count * item]
 
 
 def _read(archive: zipfile.ZipFile, info: zipfile.ZipInfo | None, most: int) -> bytes:
@@ -164,7 +198,7 @@ def _is_contiguous(tensor: _Tensor) -> bool:
 # --- the pickle ---
 
 
-def _tensor(pickle: bytes) -> _Tensor:
+def _unpickled(pickle: bytes) -> Any:
     """What the pickle stands for. It is followed instruction by instruction, and none but these has a meaning here."""
     stack: list[Any] = []
     memo: dict[int, Any] = {}
@@ -174,8 +208,6 @@ def _tensor(pickle: bytes) -> _Tensor:
         (found,) = stack
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise NotATensor(f"it is no plain tensor ({error})") from None
-    if not isinstance(found, _Tensor):
-        raise NotATensor("it is no plain tensor")
     return found
 
 
@@ -193,14 +225,25 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
             stack.append(_MARK)
         case "EMPTY_TUPLE":
             stack.append(())
+        case "EMPTY_DICT":
+            stack.append({})
+        case "SETITEM":
+            value, key = stack.pop(), stack.pop()
+            _into(stack[-1], [key, value])
+        case "SETITEMS":
+            items = _since_mark(stack)
+            _into(stack[-1], items)
+        case "BUILD":  # the attributes of a dictionary of weights: versions of modules
+            _into(stack[-2], [])
+            stack.pop()
         case "TUPLE":
-            at = len(stack) - 1 - stack[::-1].index(_MARK)
-            stack[at:] = [tuple(stack[at + 1 :])]
+            items = _since_mark(stack)
+            stack.append(tuple(items))
         case "TUPLE1" | "TUPLE2" | "TUPLE3":
             stack[-int(name[-1]) :] = [tuple(stack[-int(name[-1]) :])]
-        case "BINPUT" | "LONG_BINPUT" if argument < MAX_MEMO:
+        case "BINPUT" | "LONG_BINPUT":
             memo[argument] = stack[-1]
-        case "MEMOIZE" if len(memo) < MAX_MEMO:
+        case "MEMOIZE":
             memo[len(memo)] = stack[-1]
         case "BINGET" | "LONG_BINGET":
             stack.append(memo[argument])
@@ -211,6 +254,22 @@ def _follow(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) ->
             stack.append(_called(stack.pop(), arguments))
         case _:
             raise NotATensor(f"its pickle has the instruction {name}")
+
+
+def _since_mark(stack: list[Any]) -> list[Any]:
+    """What came onto the stack behind the last mark, which is gone with it."""
+    at = len(stack) - 1
+    while stack[at] is not _MARK:
+        at -= 1
+    found = stack[at + 1 :]
+    del stack[at:]
+    return found
+
+
+def _into(found: Any, items: list[Any]) -> None:
+    if type(found) is not dict or len(items) % 2:
+        raise NotATensor("it is no plain tensor")
+    found.update(zip(items[::2], items[1::2], strict=True))
 
 
 def _known(name: str) -> _Name:
@@ -239,6 +298,6 @@ def _called(function: Any, arguments: Any) -> Any:
         return _Tensor(storage, offset, tuple(size), tuple(stride))
     if function == PARAMETER:
         return arguments[0]
-    if function == HOOKS and arguments == ():
-        return None
+    if function == HOOKS and arguments == ():  # a dictionary of weights, or the hooks of a tensor, which it has not
+        return {}
     raise NotATensor("it is no plain tensor")

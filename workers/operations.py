@@ -226,6 +226,7 @@ class Operations:
         done = self._extension.call(operation_id, asked)
         if self._engine.sum_weights() == before:
             return done
+        self._engine.extras.weights_changed()
         self._weights.version = version = self._weights.version.after_call(operation_id)
         return msgspec.structs.replace(done, weights=version)
 

@@ -1,8 +1,9 @@
 """Reads a folder with an adapter (LoRA) as peft writes it, and holds it against the model that it is to change. No torch.
 
 adapter_config.json says how the adapter is meant, adapter_model.safetensors has for each changed module A [rank, inputs] and
-B [outputs, rank]: the module then gives W x + scale B (A x), where scale is alpha / rank (Hu et al. 2021), or alpha / sqrt(rank)
-(rsLoRA, Kalajdzievski 2023). Called by the supervisor and by frontends, and by workers, which compute with what it says.
+B [outputs, rank]: the module then gives V x, V = W + scale B A, where scale is alpha / rank (Hu et al. 2021), or alpha / sqrt(rank)
+(rsLoRA, Kalajdzievski 2023). With magnitudes m [outputs], row i of V is multiplied by m_i / |V_i| (DoRA, Liu et al. 2024). Called by
+the supervisor and by frontends, and by workers, which compute with what it says.
 """
 
 import hashlib
@@ -18,17 +19,19 @@ from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.checkpoint_files import TensorHeader, read_header
+from meshlm.runtime.model_files.adapter_tensors import EXPONENTS, AdapterTensors
+from meshlm.runtime.model_files.checkpoint_files import TensorHeader
 from meshlm.runtime.model_files.json_files import read_json
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-MAX_BYTES = 16 << 30  # of an adapter's tensors
+CONFIG = "adapter_config.json"
 MAX_NAME = 256
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<kind>[AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:(?P<kind>[AB])(?:\.default)?\.weight|(?P<m>magnitude_vector)(?:\.default)?(?:\.weight)?)"
+)
 _OF_LAYER = re.compile(r"(?P<layer>(?:model\.)?layers\.\d+)\.(?P<stem>.+)")
 _PARAMETERS = re.compile(r"(attention\.(qkv|o|q_b)|mlp\.(shared\.)?(gate_up|up|down))\.weight")
 """Of a layer, the parameters whose products all families compute by `Linear`."""
-_EXPONENTS = {"F32": ("<u4", 0x7F80_0000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+_WORDS = {"A": "lora_A", "B": "lora_B", "M": "lora_magnitude_vector, which use_dora needs"}
 _PLAIN_STARTS = (
     True,
     False,
@@ -39,7 +42,6 @@ _PLAIN_STARTS = (
     "lora_ga",
 )  # of peft: those that leave the base as it is
 _ABSENT = {
-    "use_dora": "DoRA is not there yet",
     "alora_invocation_tokens": "aLoRA is not there yet",
     "modules_to_save": "modules that are trained whole are not read; train lora_A and lora_B alone",
     "trainable_token_indices": "tokens that are trained are not read",
@@ -62,7 +64,7 @@ class Limits(Struct, frozen=True):
 
 
 class AdaptedModule(NamedTuple):
-    """One module of the model, and the names of its two tensors. `weights`: the base's that it has, one below the other."""
+    """One module of the model, and the names of its tensors. `weights`: the base's that it has, one below the other."""
 
     name: str
     a: str
@@ -70,6 +72,7 @@ class AdaptedModule(NamedTuple):
     rank: int
     scale: float
     weights: tuple[str, ...]
+    magnitude: str = ""  # of DoRA; "": it has none
 
 
 class AdapterFiles(NamedTuple):
@@ -86,21 +89,18 @@ def read_adapter(folder: Path, spec: ModelSpec, limits: Limits) -> AdapterFiles:
         raise ModelFilesError(f"{folder}: there is no such folder")
     config = read_json(folder / CONFIG)
     _check_config(folder / CONFIG, config)
-    file = folder / TENSORS
-    if not file.is_file():
-        raise ModelFilesError(_no_tensors(folder))
-    headers = read_header(file)
-    modules = tuple(_modules(file, config, headers, spec))
+    tensors = AdapterTensors(folder)
+    file = tensors.file
+    modules = tuple(_modules(file, config, tensors.headers, spec))
     for module in modules:
         if module.rank > limits.max_rank:
             raise ModelFilesError(f"{file}: {module.name} has rank {module.rank}; --max-lora-rank is {limits.max_rank}")
         last = module.name.rpartition(".")[2]
         if limits.target_modules and last not in limits.target_modules:
             raise ModelFilesError(f"{file}: it changes {last}, which --lora-target-modules does not name")
-    tensors = _read(file)
-    _check_finite(file, tensors)
-    digest = hashlib.sha256(hashlib.sha256((folder / CONFIG).read_bytes()).digest() + hashlib.sha256(tensors).digest())
-    return AdapterFiles(digest.digest(), modules, tensors)
+    tensors.check_finite()
+    digest = hashlib.sha256(hashlib.sha256((folder / CONFIG).read_bytes()).digest() + tensors.digest)
+    return AdapterFiles(digest.digest(), modules, tensors.data)
 
 
 def adapter_of(name: str, folder: Path, spec: ModelSpec, limits: Limits) -> Adapter:
@@ -124,12 +124,6 @@ def why_not(spec: ModelSpec) -> str:
     if spec.encoder_only or spec.audio_encoder is not None:
         return f"{spec.architecture} takes none; decoders of text do"
     return "" if any(map(_is_adaptable, weights_of(spec).values())) else f"{spec.architecture} takes none"
-
-
-def _no_tensors(folder: Path) -> str:
-    if (folder / "adapter_model.bin").is_file():
-        return f"{folder}: adapter_model.bin is a pickle, which may run anything; save it as {TENSORS} (peft does)"
-    return f"{folder}: {TENSORS} is not there"
 
 
 def _check_config(file: Path, config: dict[str, Any]) -> None:
@@ -156,30 +150,38 @@ def _modules(
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ModelFilesError(f"{file}: tensor {name} is no lora_A or lora_B of a linear module")
-        if header.dtype not in _EXPONENTS or len(header.shape) != 2:
+        kind, dimensions = ("M", 1) if match["m"] else (match["kind"], 2)
+        if header.dtype not in EXPONENTS or len(header.shape) != dimensions:
+            what = "a matrix" if dimensions > 1 else "a vector"
             raise ModelFilesError(
-                f"{file}: tensor {name} is {header.dtype} {header.shape}; a matrix of floats is expected"
+                f"{file}: tensor {name} is {header.dtype} {header.shape}; {what} of floats is expected"
             )
-        found.setdefault(match["module"], {})[match["kind"]] = name
+        found.setdefault(match["module"], {})[kind] = name
     if not found:
         raise ModelFilesError(f"{file}: it holds no tensor")
-    for module, both in sorted(found.items()):
-        if missing := {"A", "B"} - both.keys():
-            raise ModelFilesError(f"{file}: {module} has no lora_{min(missing)}")
+    needed = {"A", "B", "M"} if config.get("use_dora") else {"A", "B"}
+    for module, names in sorted(found.items()):
+        if missing := needed - names.keys():
+            raise ModelFilesError(f"{file}: {module} has no {_WORDS[min(missing)]}")
+        if names.keys() - needed:
+            raise ModelFilesError(f"{file}: {module} has magnitudes, and {CONFIG} does not say use_dora")
         weights = _weights_of_module(module, spec)
         if not weights:
             raise ModelFilesError(
                 f"{file}: {module}: this model ({spec.architecture}) has no such module, or none that adapters change"
             )
-        a, b = headers[both["A"]].shape, headers[both["B"]].shape
+        a, b = headers[names["A"]].shape, headers[names["B"]].shape
         outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         rank = a[0]
         if a[1] != inputs or b != (outputs, rank) or not rank:
             raise ModelFilesError(
                 f"{file}: {module} has A {a} and B {b}; for this model they must be (rank, {inputs}) and ({outputs}, rank)"
             )
-        names = tuple(weight.name for weight in weights)
-        yield AdaptedModule(module, both["A"], both["B"], rank, _scale(file, config, module, rank), names)
+        if "M" in names and headers[names["M"]].shape != (outputs,):
+            text = f"{module} has magnitudes {headers[names['M']].shape}; for this model they must be ({outputs},)"
+            raise ModelFilesError(f"{file}: {text}")
+        scale, own = _scale(file, config, module, rank), tuple(weight.name for weight in weights)
+        yield AdaptedModule(module, names["A"], names["B"], rank, scale, own, names.get("M", ""))
 
 
 def _weights_of_module(module: str, spec: ModelSpec) -> list[Weight]:
@@ -220,29 +222,3 @@ def _scale(file: Path, config: dict[str, Any], module: str, rank: int) -> float:
     except (re.error, TypeError, ValueError, AttributeError) as error:
         raise ModelFilesError(f"{file.parent / CONFIG}: lora_alpha or alpha_pattern is not read ({error})") from None
     return found / (rank**0.5 if config.get("use_rslora") else rank)
-
-
-def _read(file: Path) -> bytes:
-    try:
-        if (size := file.stat().st_size) > MAX_BYTES:
-            raise ModelFilesError(f"{file}: {size} bytes; at most {MAX_BYTES} are read")
-        return file.read_bytes()
-    except OSError as error:
-        raise ModelFilesError(f"{file}: {error}") from None
-
-
-def _check_finite(file: Path, tensors: bytes) -> None:
-    """ModelFilesError names a tensor with a number that is infinite or none: every bit of its exponent is set."""
-    import json
-
-    import numpy as np  # a frontend without adapters does without
-
-    begin = 8 + int.from_bytes(tensors[:8], "little")
-    header = json.loads(tensors[8:begin])
-    header.pop("__metadata__", None)
-    for name, tensor in header.items():
-        kind, exponent = _EXPONENTS[tensor["dtype"]]
-        first, end = tensor["data_offsets"]
-        bits = np.frombuffer(memoryview(tensors)[begin + first : begin + end], kind)
-        if bool(((bits & exponent) == exponent).any()):
-            raise ModelFilesError(f"{file}: tensor {name} has numbers that are not finite")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.tensor_files import embeds_of, kept
+from meshlm.runtime.tensor_files import NotATensor, embeds_of, kept, load_dict
 
 HIDDEN, VOCAB = 8, 100
 
@@ -73,7 +73,7 @@ def test_equal_vectors_have_equal_ids_and_a_cut_keeps_one_side() -> None:
         (torch.zeros(2, HIDDEN, dtype=torch.float64), "torch.DoubleStorage"),
         (torch.zeros(HIDDEN, 2).T, "not contiguous"),
         (torch.eye(HIDDEN).to_sparse(), "_rebuild_sparse_tensor"),
-        ({"a": torch.zeros(2, HIDDEN)}, "instruction"),
+        ({"a": torch.zeros(2, HIDDEN)}, "no plain tensor"),
         ([1, 2], "instruction"),
         (collections.OrderedDict(), "no plain tensor"),
     ],
@@ -108,11 +108,55 @@ def test_nothing_in_it_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "system", fail)
     assert "names posix.system" in refusal(archive(OLD_CALL))
     assert refusal(archive(NEW_CALL))
-    assert "instruction" in refusal(archive(b"\x80\x02r\xff\xff\xff\x7f."))  # a memo of two thousand million places
+    assert refusal(archive(b"\x80\x02r\xff\xff\xff\x7f."))  # a memo of two thousand million places
     assert refusal(archive(b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\x7f."))  # an array of as many bytes
     assert "too long" in refusal(archive(b"0" * (1 << 20)))
     bomb = archive(b"\x80\x02.", b"\0" * (1 << 24), zipfile.ZIP_DEFLATED)
     assert "compressed" in refusal(bomb)
+
+
+def bytes_of(value: Any, **options: Any) -> bytes:
+    return base64.b64decode(saved(value, **options))
+
+
+def test_tensors_by_name_are_torchs() -> None:
+    whole = torch.randn(4, 6)
+    tensors = {"a": whole, "b": whole[1:3], "c": whole[0].bfloat16(), "none": torch.zeros(0, 6)}
+    module = torch.nn.Linear(6, 4)
+    for value in (tensors, collections.OrderedDict(tensors), module.state_dict(), {"one": whole}, {}):
+        found = load_dict(bytes_of(value))
+        assert found.keys() == value.keys()
+        for name, (dtype, shape, raw) in found.items():
+            assert shape == value[name].shape
+            expected = value[name].detach().contiguous().view(torch.uint8).numpy().tobytes() if len(raw) else b""
+            assert (dtype, raw) == (str(value[name].dtype).removeprefix("torch."), expected)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (bytes_of(torch.zeros(2)), "no tensors by name"),
+        (bytes_of({"a": 1}), "a is no plain tensor"),
+        (bytes_of({1: torch.zeros(2)}), "no tensors by name"),
+        (bytes_of({"a": {"b": torch.zeros(2)}}), "a is no plain tensor"),
+        (bytes_of({"a": torch.zeros(3, 2).T}), "not contiguous"),
+        (bytes_of({str(n): torch.ones(9).expand(9) for n in range(1)} | {"i": torch.zeros(2).long()}), "LongStorage"),
+        (base64.b64decode(archive(OLD_CALL)), "names posix.system"),
+        (base64.b64decode(archive(NEW_CALL)), "instruction"),
+        (base64.b64decode(archive(b"\x80\x02)}b.")), "no plain tensor"),
+        (base64.b64decode(archive(b"\x80\x02u.")), "no plain tensor"),
+        (b"PK", "zip archive"),
+    ],
+)
+def test_what_is_no_dictionary_of_tensors_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(NotATensor, match=said):
+        load_dict(data)
+
+
+def test_numbers_that_many_names_share_are_not_multiplied() -> None:
+    big = torch.zeros(1 << 14)
+    with pytest.raises(NotATensor, match="more numbers than the file"):
+        load_dict(bytes_of({str(name): big for name in range(64)}))
 
 
 @settings(max_examples=300)

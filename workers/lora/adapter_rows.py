@@ -31,10 +31,18 @@ class AdapterRows(RowExtra[Tensor]):
     extra = Adapter
 
     def __init__(
-        self, load: Callable[[Adapter], LoadedAdapter], columns: RowColumns, device: torch.device, slots: int, kept: int
+        self,
+        load: Callable[[Adapter], LoadedAdapter],
+        columns: RowColumns,
+        device: torch.device,
+        slots: int,
+        kept: int,
+        measure: Callable[[LoadedAdapter], None] = lambda _: None,
     ) -> None:
-        """load: raises ModelFilesError. slots: adapters of a step at most. kept: in the host's memory."""
+        """load: raises ModelFilesError. slots: adapters of a step at most. kept: in the host's memory. measure: what depends on the
+        base's weights is computed again, in place."""
         self._load, self._columns, self._device, self._kept = load, columns, device, kept
+        self._measure, self._epoch = measure, 0  # of the base's weights
         self._held: dict[bytes, LoadedAdapter] = {}  # by digest; the last used last
         self._lock = threading.Lock()  # of these two
         self._loading: dict[bytes, threading.Lock] = {}
@@ -57,10 +65,14 @@ class AdapterRows(RowExtra[Tensor]):
         with turn:
             with self._lock:
                 found = self._held.pop(adapter.digest, None)
-            if found is None:
-                found = self._load(adapter)
-            self._hold(found)
-        return found
+            if found is not None:
+                self._hold(found)
+                return found
+            while True:
+                epoch, found = self._epoch, self._load(adapter)
+                self._hold(found)
+                if epoch == self._epoch:  # else it may be of weights that are gone
+                    return found
 
     def _hold(self, found: LoadedAdapter) -> None:
         """Keeps it as the one used last, and forgets those used least recently where there are too many: slots hold theirs, too."""
@@ -81,6 +93,14 @@ class AdapterRows(RowExtra[Tensor]):
                 self._slots[slot] = None
 
     # --- the stepper thread ---
+
+    def weights_changed(self) -> None:
+        """What is read just now is read again by who reads it."""
+        with self._lock:
+            held, self._epoch = list(self._held.values()), self._epoch + 1
+        held += [one for one in self._slots if one is not None]
+        for one in {id(one): one for one in held}.values():
+            self._measure(one)
 
     def add_row(self, new: NewRow) -> None:
         adapter = find_extra(new.extras, Adapter)

@@ -3,11 +3,14 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.adapter_files import Limits
 from meshlm.workers.engine.kit import TorchInputs
 from meshlm.workers.lora.adapter_rows import AdapterRows
-from meshlm.workers.lora.weights import load_adapter
+from meshlm.workers.lora.magnitudes import measure
+from meshlm.workers.lora.weights import LoadedAdapter, load_adapter
 from meshlm.workers.weights.load import DTYPES
 
 if TYPE_CHECKING:
@@ -26,6 +29,12 @@ def adapter_rows(engine: "ModelEngine") -> AdapterRows:
         limits=Limits(settings.max_lora_rank, settings.lora_target_modules),
         dtypes=(dtype, engine.dtype),
     )
-    found = AdapterRows(load, engine.rows.table.columns, engine.device, settings.max_loras, settings.num_kept)
+
+    def measure_again(loaded: LoadedAdapter) -> None:
+        with torch.inference_mode():
+            measure(loaded.layers, engine.model.ops)
+
+    rows = engine.rows.table.columns, engine.device
+    found = AdapterRows(load, *rows, settings.max_loras, settings.num_kept, measure_again)
     engine.inputs.adapters = found
     return found

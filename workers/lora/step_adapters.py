@@ -1,4 +1,4 @@
-"""The adapters of one step: beside a layer's product, for the tokens of rows with an adapter, B (A x)."""
+"""The adapters of one step: beside a layer's product, for the tokens of rows with an adapter, B (A x); or what makes it DoRA's."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from meshlm.workers.formats.format import ProductOps
+    from meshlm.workers.layers.ops import Ops
     from meshlm.workers.lora.weights import LinearAdapters
 
 
@@ -28,20 +28,24 @@ class StepAdapters:
         """Whether an adapter of the step has something beside this layer."""
         return any(layer in group.layers for group in self.groups)
 
-    def add(self, layer: Any, x: Tensor, out: Tensor, ops: "ProductOps") -> Tensor:
+    def add(self, layer: Any, x: Tensor, out: Tensor, ops: "Ops") -> Tensor:
         """out [t, outputs], this layer's product of x [t, inputs], and what the adapters add to it, in place."""
         for tokens, layers in self.groups:
             if (found := layers.get(layer)) is None:
                 continue
             self.changed.add(layer)
             low = ops.linear(x if tokens is None else x[tokens], found.a, None, found.rank)
-            for begin, end, first, rank, b in found.slices:
-                inner = low if rank == found.rank else low[:, first : first + rank]
-                term = ops.linear(inner, b, None, end - begin)
+            for one in found.slices:
+                inner = low if one.rank == found.rank else low[:, one.first : one.first + one.rank]
+                term, places = ops.linear(inner, one.b, None, one.end - one.begin), slice(one.begin, one.end)
+                if one.magnitudes is not None:
+                    whole = out[:, places] if tokens is None else out[tokens, places]
+                    bias = 0.0 if layer.bias is None else layer.bias[places]
+                    term = (whole - bias + term) * one.magnitudes.factors_of(ops) + bias - whole
                 if tokens is None:
-                    out[:, begin:end] += term
+                    out[:, places] += term
                 else:
-                    out[:, begin:end].index_add_(0, tokens, term)
+                    out[:, places].index_add_(0, tokens, term)
         return out
 
     def check(self) -> None:

@@ -18,9 +18,10 @@ from meshlm.protocol.adapters import Adapter
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.adapter_files import AdaptedModule, Limits, read_adapter
 from meshlm.workers.layers.elements import Linear
+from meshlm.workers.lora.magnitudes import Magnitudes, measure
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.layouts import to_halves
-from meshlm.workers.weights.slices import slices_of
+from meshlm.workers.weights.slices import WeightSlice, slices_of
 
 
 class OutputSlice(NamedTuple):
@@ -31,6 +32,7 @@ class OutputSlice(NamedTuple):
     first: int
     rank: int
     b: Tensor  # [end - begin, rank] as `Ops.pack` has it, multiplied by the adapter's scale
+    magnitudes: Magnitudes | None = None  # DoRA: of these outputs
 
 
 class LinearAdapter(NamedTuple):
@@ -49,12 +51,20 @@ class LoadedAdapter(NamedTuple):
     layers: LinearAdapters
 
 
+class _Slice(NamedTuple):
+    begin: int
+    first: int  # inner number
+    b: Tensor
+    lengths: Tensor | None  # of DoRA
+    over_ranks: bool  # other tensor ranks have columns of the layer, too
+
+
 class _Matrices:
     """A and B of one layer, as they are found."""
 
     def __init__(self) -> None:
         self.a: list[Tensor] = []
-        self.b: list[tuple[int, int, Tensor]] = []  # the first output, the first inner number
+        self.b: list[_Slice] = []
 
     @property
     def rank(self) -> int:
@@ -71,26 +81,38 @@ def load_adapter(
     tensors, found = load(files.tensors), dict[Linear, _Matrices]()
     for module in files.modules:
         a, b = tensors[module.a].float(), tensors[module.b].float() * module.scale
-        _place(module, a, b, model, found)
+        lengths = tensors[module.magnitude].float()[:, None] if module.magnitude else None
+        _place(module, (a, b, lengths), model, found)
 
     def packed(values: Tensor) -> Tensor:
         rounded = values.to(dtypes[0]).to(dtypes[1])
         return model.ops.pack(rounded.contiguous().to(model.rope.device))
 
-    layers = {}
-    for layer, matrices in found.items():
-        slices = tuple(OutputSlice(at, at + len(b), first, b.shape[1], packed(b)) for at, first, b in matrices.b)
-        layers[layer] = LinearAdapter(packed(torch.cat(matrices.a)), matrices.rank, slices)
+    def slice_of(one: _Slice) -> OutputSlice:
+        lengths = None if one.lengths is None else one.lengths[:, 0].to(model.rope.device)
+        marks = None if lengths is None else Magnitudes.of(lengths, over_ranks=one.over_ranks, dtype=dtypes[1])
+        return OutputSlice(one.begin, one.begin + len(one.b), one.first, one.b.shape[1], packed(one.b), marks)
+
+    layers = {
+        layer: LinearAdapter(packed(torch.cat(matrices.a)), matrices.rank, tuple(map(slice_of, matrices.b)))
+        for layer, matrices in found.items()
+    }
+    measure(layers, model.ops)
     return LoadedAdapter(adapter, layers)
 
 
-def _place(module: AdaptedModule, a: Tensor, b: Tensor, model: Decoder, found: dict[Linear, _Matrices]) -> None:
+Values = tuple[Tensor, Tensor, Tensor | None]
+"""A [rank, inputs], B [outputs, rank], and of DoRA the lengths [outputs, 1]."""
+
+
+def _place(module: AdaptedModule, values: Values, model: Decoder, found: dict[Linear, _Matrices]) -> None:
     """Gives the layers of this worker their part of one module."""
     places, known, begin = slices_of(model.spec, model.shard), weights_of(model.spec), 0
+    a, b, lengths = values
     firsts: dict[Linear, int] = {}  # where A stands in a layer: matrices of a module share it
     for name in module.weights:
-        rows = b[begin : begin + known[name].shape[0]]
-        begin += len(rows)
+        rows = slice(begin, begin + known[name].shape[0])
+        begin = rows.stop
         place = places.get(name)
         if place is None or place.begin == place.end:  # another worker's
             continue
@@ -103,6 +125,12 @@ def _place(module: AdaptedModule, a: Tensor, b: Tensor, model: Decoder, found: d
         if layer not in firsts:
             firsts[layer] = matrices.rank
             matrices.a.append(a[:, place.begin : place.end] if place.dim else a)
-        own = rows if place.dim else rows[place.begin : place.end]
-        own = to_halves(own, *place.neighbours) if place.neighbours[1] else own
-        matrices.b.append((place.row, firsts[layer], own * place.times))
+        own = [_own(one[rows], place) for one in (b, lengths) if one is not None]
+        over_ranks = bool(place.dim) and place.end - place.begin < a.shape[1]
+        matrices.b.append(_Slice(place.row, firsts[layer], own[0], own[1] if own[1:] else None, over_ranks))
+
+
+def _own(rows: Tensor, place: WeightSlice) -> Tensor:
+    """Of what stands beside a weight's rows, that of the rows which this worker has, in their order."""
+    own = rows if place.dim else rows[place.begin : place.end]
+    return (to_halves(own, *place.neighbours) if place.neighbours[1] else own) * place.times

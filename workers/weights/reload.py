@@ -10,7 +10,7 @@ the ops' workspaces, peers' memory.
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import DTYPES, default_dtype, fill, make_tensors, planned
 from meshlm.workers.weights.weights_plan import WeightsPlan
+
+if TYPE_CHECKING:
+    from meshlm.workers.rows.extras.extra import RowExtras
 
 _OWN = ("meshlm.workers.formats", "meshlm.workers.moe.experts", "meshlm.workers.models", "meshlm.kernels")
 """Packages whose objects keep tensors of the model, where a module holds such an object."""
@@ -97,6 +100,7 @@ class ReloadableEngine(Protocol):
     weights_plan: WeightsPlan
     draft_model: Decoder | None
     draft_plan: WeightsPlan | None
+    extras: "RowExtras[Tensor]"
 
 
 def why_not(engine: ReloadableEngine, resolved: Resolved) -> str:
@@ -121,7 +125,9 @@ def load(engine: ReloadableEngine, resolved: Resolved, *, only_verify: bool = Fa
         models.append((engine.draft_model, resolved.drafter, engine.draft_plan))
     for model, found, plan in models:
         reload_weights(model, found, engine.device, seed, plan, only_verify=only_verify)
-    engine.resolved = engine.resolved if only_verify else resolved
+    if not only_verify:
+        engine.resolved = resolved
+        engine.extras.weights_changed()
 
 
 def load_experts(engine: ReloadableEngine, seed: int) -> None:

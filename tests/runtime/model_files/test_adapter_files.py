@@ -6,19 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import safetensors.torch
+import torch
 from adapter_folders import QUERY, Tensors, folder_of, pair, zeros
 from tiny_models import spec_of
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.adapter_files import (
-    CONFIG,
-    TENSORS,
-    Limits,
-    adapter_of,
-    read_adapter,
-    why_not,
-    wrong_name,
-)
+from meshlm.runtime.model_files.adapter_files import CONFIG, Limits, adapter_of, read_adapter, why_not, wrong_name
+from meshlm.runtime.model_files.adapter_tensors import PICKLED, TENSORS
 
 SPEC = spec_of(intermediate_size=16)
 DOWN = "model.layers.0.mlp.down_proj"
@@ -48,9 +43,13 @@ def test_its_digest_is_what_its_files_hold(tmp_path: Path) -> None:
 
 
 A, B = GOOD
+MAGNITUDES = A.replace("lora_A.weight", "lora_magnitude_vector")
 BAD: list[tuple[dict[str, Any], Tensors, str]] = [
     ({"peft_type": "IA3"}, GOOD, "peft_type is 'IA3'; LORA is what is read"),
-    ({"use_dora": True}, GOOD, "use_dora: DoRA is not there yet"),
+    ({"use_dora": True}, GOOD, "q_proj has no lora_magnitude_vector, which use_dora needs"),
+    ({}, {**GOOD, MAGNITUDES: zeros(8)}, "q_proj has magnitudes, and adapter_config.json does not say use_dora"),
+    ({"use_dora": True}, {**GOOD, MAGNITUDES: zeros(9)}, r"has magnitudes \(9,\); for this model they must be \(8,\)"),
+    ({"use_dora": True}, {**GOOD, MAGNITUDES: zeros(8, 1)}, r"vector is F32 \(8, 1\); a vector of floats"),
     ({"alora_invocation_tokens": [5]}, GOOD, "aLoRA is not there yet"),
     ({"modules_to_save": ["lm_head"]}, GOOD, "modules_to_save: modules that are trained whole are not read"),
     ({"bias": "all"}, GOOD, "bias is 'all'; none is what is read"),
@@ -109,9 +108,36 @@ def test_files_that_are_not_there_or_cut_short(tmp_path: Path) -> None:
     (folder / TENSORS).unlink()
     with pytest.raises(ModelFilesError, match=f"{TENSORS} is not there"):
         read_adapter(folder, SPEC, Limits(8))
-    (folder / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(ModelFilesError, match="is a pickle, which may run anything"):
+    (folder / PICKLED).write_bytes(b"")
+    with pytest.raises(
+        ModelFilesError, match=r"adapter_model.bin: it is no file of torch.save's .*; plain tensors are read"
+    ):
         read_adapter(folder, SPEC, Limits(8))
+
+
+def test_a_pickle_of_plain_tensors_is_what_a_safetensors_file_is(tmp_path: Path) -> None:
+    tensors = {**GOOD, **pair(DOWN, 2, 16, 8)}
+    plain = read_adapter(folder_of(tmp_path / "plain", tensors), SPEC, Limits(8))
+    folder = folder_of(tmp_path / "pickled", tensors)
+    values = safetensors.torch.load_file(folder / TENSORS)
+    torch.save(values, folder / PICKLED)
+    assert read_adapter(folder, SPEC, Limits(8)).digest == plain.digest, (
+        "a safetensors file is what is read, where there are both"
+    )
+    (folder / TENSORS).unlink()
+    found = read_adapter(folder, SPEC, Limits(8))
+    assert found.modules == plain.modules
+    loaded = safetensors.torch.load(found.tensors)
+    assert loaded.keys() == values.keys()
+    assert all(torch.equal(loaded[name], values[name]) for name in values)
+    for bad, said in (
+        ({A: torch.full((4, 8), math.inf), B: torch.zeros(8, 4)}, "lora_A.weight has numbers that are not finite"),
+        ({A: torch.zeros(4, 8).long(), B: torch.zeros(8, 4)}, "names torch.LongStorage"),
+        ({A: Path("x")}, "adapter_model.bin: .*names pathlib"),
+    ):
+        torch.save(bad, folder / PICKLED)
+        with pytest.raises(ModelFilesError, match=said):
+            read_adapter(folder, SPEC, Limits(8))
 
 
 def test_models_that_take_none() -> None:

@@ -29,13 +29,18 @@ class Worker:
         self.read: list[str] = []
         self.gone: set[str] = set()
         self.columns = RowColumns(ROWS)
-        self.rows = AdapterRows(self._load, self.columns, torch.device("cpu"), slots, kept)
+        self.measured: list[str] = []
+        device = torch.device("cpu")
+        self.rows = AdapterRows(self._load, self.columns, device, slots, kept, self._measure)
 
     def _load(self, wanted: Adapter) -> LoadedAdapter:
         self.read.append(wanted.name)
         if wanted.name in self.gone:
             raise ModelFilesError(f"{wanted.path}: gone")
         return LoadedAdapter(wanted, {})
+
+    def _measure(self, loaded: LoadedAdapter) -> None:
+        self.measured.append(loaded.adapter.name)
 
     def add(self, row: int, name: str) -> None:
         row_of = new(row, [1], SamplingParams())
@@ -105,6 +110,28 @@ def test_one_that_is_dropped_is_gone_with_its_last_row() -> None:
     assert worker.held == {"a"}
     worker.remove(1)
     assert worker.held == set()
+
+
+def test_those_that_are_held_are_measured_against_other_weights() -> None:
+    worker = Worker(slots=1, kept=1)
+    worker.add(0, "a")
+    worker.rows.prepare(adapter("b"))
+    worker.rows.weights_changed()
+    assert sorted(worker.measured) == ["a", "b"], "that of a row, and that which is kept"
+
+
+def test_what_is_read_while_weights_change_is_read_again() -> None:
+    worker = Worker(slots=1, kept=1)
+    load = worker.rows._load
+
+    def slow(wanted: Adapter) -> LoadedAdapter:
+        if not worker.read:
+            worker.rows.weights_changed()
+        return load(wanted)
+
+    worker.rows._load = slow
+    worker.rows.prepare(adapter("a"))
+    assert worker.read == ["a", "a"]
 
 
 def test_what_cannot_be_read_is_said_of_the_field_that_names_it() -> None:

@@ -63,7 +63,8 @@ def logits(model: Decoder, groups: list[TokensOfAdapter]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_pefts(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True])
+def test_logits_are_pefts(case: str, dora: bool, tmp_path: Path) -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -84,6 +85,7 @@ def test_logits_are_pefts(case: str, tmp_path: Path) -> None:
     if case in DEEPSEEK or any(".experts" in name for name in kinds):  # peft takes an MLP's names for those of experts
         names = [name for name in names if ".mlp." not in name]
     settings = {"r": 4, "lora_alpha": 8, "target_modules": names, "fan_in_fan_out": "Conv1D" in kinds.values()}
+    settings["use_dora"] = dora
     peft = save_adapters(theirs, tmp_path / "adapters", {"one": settings}, 0.1)
     loaded = load_adapter(adapter_in(tmp_path / "adapters", "one", model.spec), model, LIMITS, (torch.float32,) * 2)
     with torch.no_grad():

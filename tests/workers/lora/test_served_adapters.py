@@ -32,7 +32,7 @@ def configs(modules: list[str]) -> dict[str, dict[str, Any]]:
         "root": {"r": 4, "lora_alpha": 4, "use_rslora": True, "target_modules": modules[:1] + modules[-1:]},
         "mixed": {
             "r": 2, "lora_alpha": 4, "target_modules": modules[:3],
-            "rank_pattern": {modules[0]: 5}, "alpha_pattern": {modules[0]: 9},
+            "rank_pattern": {modules[0]: 5}, "alpha_pattern": {modules[0]: 9}, "use_dora": True,
         },
     }  # fmt: skip
 

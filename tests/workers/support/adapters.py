@@ -38,7 +38,9 @@ def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]],
     generator = torch.Generator().manual_seed(1)
     for name, parameter in found.named_parameters():
         if ".lora_" in name:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * size
+            values = torch.randn(parameter.shape, generator=generator)
+            # of DoRA: lengths, that are to be others than those of the base's rows
+            parameter.data = parameter.data * (1 + values / 4) if "magnitude" in name else values * size
     found.save_pretrained(folder, save_embedding_layers=False)
     return found.eval()
 

@@ -117,6 +117,9 @@ class RowExtra(Generic[States]):
     def drop(self, key: bytes) -> None:
         """No new request will have the extra of this slot_key. Called by the thread that steps."""
 
+    def weights_changed(self) -> None:
+        """The model has other weights. Called by the thread that steps."""
+
     def in_idle_time(self) -> None:
         """There are no requests: a chance to load what the first one would wait for."""
 
@@ -186,6 +189,11 @@ class RowExtras(Generic[States]):
         """No new request will have the extra of this slot_key."""
         for kind in self._kinds:
             kind.drop(key)
+
+    def weights_changed(self) -> None:
+        """The model has other weights."""
+        for kind in self._kinds:
+            kind.weights_changed()
 
     def for_largest_step(self) -> list[StepExtra[States]]:
         """The most that they may need in a step."""
