@@ -4,6 +4,8 @@ The layer behind the last, which drafts further tokens (multi-token prediction),
 
 DeepSeek-V3.2 (DeepSeek-AI 2025): V3, of which a query attends to the tokens that a small index likes best. GLM-5 is the same, but
 for the way in which its index rotates, and layers that attend to what an earlier one's index has chosen.
+
+GLM-4.7 Flash (GLM Team 2026): V3 whose files name the layers without experts. Youtu-LLM (Tencent 2025): V2 without experts.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ KEYS = words("""
 DEEPSEEK_NAMES = ExpertNames(shared="mlp.shared_experts")
 MODEL = "meshlm.workers.models.deepseek:Deepseek"
 _MLA = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_NO_EXPERTS = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1)
 DEEPSEEK_V2_DEFAULTS = (
     _MLA
     | {"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0, "moe_intermediate_size": 1407}
@@ -96,7 +99,7 @@ def _deepseek_v2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
         raise ValueError("norm_topk_prob true is not supported: implementations of this family differ in what it means")
     if method == "greedy":  # groups, if any are named, play no part
         config = {**config, "n_group": 1, "topk_group": 1}
-    return deepseek_spec(config, architecture, MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=1))
+    return deepseek_spec(config, architecture, _NO_EXPERTS)
 
 
 def deepseek_weights(
@@ -230,6 +233,27 @@ DEEPSEEK_V3 = Family(
     spec=deepseek_v3_spec, weights=deepseek_weights, keys=KEYS | set(DRAFTS), defaults=DEEPSEEK_V3_DEFAULTS,
     model=MODEL, nextn=NextN("meshlm.workers.models.drafters:DeepseekNextN"),
 )  # fmt: skip
+
+
+def _glm_lite_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    return deepseek_v3_spec({**config, "first_k_dense_replace": _num_dense(config)}, architecture)
+
+
+GLM4_MOE_LITE = DEEPSEEK_V3._replace(
+    architecture="Glm4MoeLiteForCausalLM", model_type="glm4_moe_lite", other_model_types=frozenset(),
+    spec=_glm_lite_spec, keys=DEEPSEEK_V3.keys | words("mlp_layer_types"),
+    defaults=DEEPSEEK_V3_DEFAULTS
+    | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5}
+    | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "max_position_embeddings": 202752},
+)  # fmt: skip
+YOUTU = Family(
+    architecture="YoutuForCausalLM", model_type="youtu",
+    spec=lambda config, architecture: deepseek_spec({**config, "n_routed_experts": None}, architecture, _NO_EXPERTS),
+    weights=deepseek_weights,
+    keys=words("kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave"),
+    defaults=_MLA | {"tie_word_embeddings": True, "max_position_embeddings": 131072}, model=MODEL,
+)  # fmt: skip
 _SPARSE = {"indexed_attention", "deepseek_sparse_attention"}  # by version of transformers
 _KINDS = ("full", "shared")
 _LETTERS = {"F": "full", "S": "shared"}
@@ -323,4 +347,4 @@ _GLM = _V32._replace(
     defaults={**_V32.defaults, "index_n_heads": 32, "n_group": 1, "topk_group": 1},
 )
 _DEEPSEEK_V32_FAMILIES = (_V32, _GLM)
-FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, *_DEEPSEEK_V32_FAMILIES)
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, YOUTU, *_DEEPSEEK_V32_FAMILIES)

@@ -1,6 +1,7 @@
 """Gemma (Gemma Team 2024), the first: a Llama with scaled embeddings, whose norms' weights are stored as what they have more than 1.
 Gemma 2 (Gemma Team 2024): four norms a layer, soft caps of scores and logits, every other layer slides.
 A checkpoint holds what its norms' weights have more than 1; a .gguf file holds the weights.
+VaultGemma (Google 2025): Gemma 2 with the two norms a layer that Llama has.
 
 Gemma 3, its text models (Gemma Team 2025): norms of query and key heads, five layers of six slide and rotate faster.
 """
@@ -133,6 +134,17 @@ GEMMA2 = Family(
     float16=False,
     model="meshlm.workers.models.gemma:Gemma",
 )
+_VAULT_NORMS: Norms = (
+    ("input_layernorm", "attn_norm", "input_norm"),
+    ("pre_feedforward_layernorm", "ffn_norm", "post_norm"),
+)
+VAULT_GEMMA = GEMMA2._replace(
+    architecture="VaultGemmaForCausalLM",
+    model_type="vaultgemma",
+    weights=partial(transformer_weights, norms=_VAULT_NORMS, norm_plus=1.0),
+    gguf=None,
+    model="meshlm.workers.models.gemma:Gemma1",
+)
 _GEMMA3_EVERY = 6  # of so many layers the last sees all
 _GEMMA3_LARGEST = 62  # layers of the 27B model, whose query scale a .gguf file does not say
 _THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
@@ -179,4 +191,4 @@ GEMMA3 = Family(
     float16=False,
     model="meshlm.workers.models.gemma:Gemma",
 )
-FAMILIES = (GEMMA, GEMMA2, GEMMA3)
+FAMILIES = (GEMMA, GEMMA2, VAULT_GEMMA, GEMMA3)

@@ -4,6 +4,7 @@ GLM-4-0414 and GLM-Z1 (GLM Team 2025): GLM with norms behind attention and MLP, 
 GLM-4.5, 4.6 and 4.7 (GLM Team 2025): experts scored by sigmoids behind some dense layers, and half of each head is turned.
 The layer behind the last, which drafts further tokens, is a model of its own (drafters.py).
 
+Solar Open (Upstage 2026): GLM-4.5 with experts in every layer and whole heads turned.
 dots.llm1 (rednote-hilab 2025): experts scored by sigmoids, query and key heads normed; layers may slide.
 MiniMax-M2 (MiniMax 2025): experts that are scored by sigmoids and chosen with a correction bias; norms over all heads together.
 Files name them as Mixtral's do. The modules that draft further tokens (MTP) are not loaded.
@@ -115,6 +116,25 @@ GLM4_MOE = Family(
 )
 
 
+def _solar_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec = sigmoid_spec({**config, "first_k_dense_replace": 0, "intermediate_size": 1}, architecture)
+    one_window(config, spec, slides=False)
+    return replace(spec, output_bias=False)
+
+
+SOLAR_OPEN = Family(
+    architecture="SolarOpenForCausalLM",
+    model_type="solar_open",
+    spec=_solar_spec,
+    weights=partial(weights.transformer_weights, experts=DEEPSEEK_NAMES),
+    keys=KEYS - words("first_k_dense_replace use_qk_norm"),
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1e6}
+    | {"rms_norm_eps": 1e-5, "moe_intermediate_size": 1280, "num_experts_per_tok": 8, "n_shared_experts": 1}
+    | {"n_routed_experts": 128, "norm_topk_prob": True},
+    compiles=False,
+)
+
+
 def _dots1_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     for key, known in (("topk_method", ("noaux_tc",)), ("scoring_func", ("noaux_tc", "sigmoid"))):
         if config.get(key, known[0]) not in known:
@@ -188,4 +208,4 @@ MINIMAX_M2 = Family(
     gguf=GGUFFamily("minimax-m2", _gguf, GGUF_EXPERT_KEYS, experts=True),
     model="meshlm.workers.models.post_norm:Olmoe",
 )
-FAMILIES = (*_GLM_FAMILIES, GLM4_MOE, DOTS1, MINIMAX_M2)
+FAMILIES = (*_GLM_FAMILIES, GLM4_MOE, SOLAR_OPEN, DOTS1, MINIMAX_M2)

@@ -3,6 +3,8 @@
 Three of them are multiplied into the weights while these load: the residual's into what is added to it, the embedding's and the
 logits' into the embedding and the last norm. The attention's is the scale of scores.
 
+Granite MoE with an MLP beside the experts that every token goes to (GraniteMoeShared) is the same otherwise.
+
 Granite 4 (IBM 2025): Mamba-2 layers, a few with attention between them, and experts or an MLP in each; numbers multiply its sums, as
 in granite.py.
 """
@@ -72,7 +74,8 @@ def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
 
 def _moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     moe = replace(layers.moe_spec(config, "num_local_experts", "intermediate_size"), norm_topk_prob=True)
-    return layers.with_experts(_spec(config, architecture), moe)
+    moe = replace(moe, shared_intermediate_size=integer(config, "shared_intermediate_size", 0))
+    return layers.with_experts(_spec(config, architecture), layers.checked(moe, "num_local_experts"))
 
 
 def granite_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
@@ -131,6 +134,18 @@ GRANITE_MOE = Family(
     gguf=GGUFFamily("granitemoe", _moe_gguf, GGUF_SCALES | layers.GGUF_KEYS, experts=True, interleaved_heads=True),
     rename=renamed_experts,
     compiles=False,
+)
+_PACKED_SHARED = {
+    "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
+    "shared_mlp.output_linear": ("shared_mlp.down_proj",),
+    **PACKED_EXPERTS,
+}
+GRANITE_MOE_SHARED = GRANITE_MOE._replace(
+    architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    keys=GRANITE_MOE.keys | words("shared_intermediate_size"),
+    packed=_PACKED_SHARED,
+    gguf=None,
 )
 _KINDS = {"mamba": "state", "linear_attention": "state", "attention": "attention", "full_attention": "attention"}
 
@@ -195,12 +210,7 @@ GRANITE_HYBRID = Family(
     defaults=dict.fromkeys(MULTIPLIERS, 1.0)
     | {"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024}
     | {"mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_expand": 2},
-    packed={
-        **states.PACKED,
-        "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
-        "shared_mlp.output_linear": ("shared_mlp.down_proj",),
-        **PACKED_EXPERTS,
-    },
+    packed={**states.PACKED, **_PACKED_SHARED},
     rename=renamed_experts,
     gguf=GGUFFamily(
         "granitehybrid",
@@ -211,4 +221,4 @@ GRANITE_HYBRID = Family(
     ),
     model=states.MODEL,
 )
-FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_HYBRID)
+FAMILIES = (GRANITE, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_HYBRID)

@@ -4,6 +4,8 @@ Seed-OSS (ByteDance Seed 2025): a Llama whose output projection may have a bias 
 SmolLM3 (Bakouch et al. 2025): a Llama of which every fourth layer has no positions.
 HunYuan dense (Tencent 2025): a Llama whose query and key heads are normed behind their rotation.
 rope_type dynamic with an alpha stretches the base of the rotation once, whatever the length of a text.
+AFM (Arcee AI 2025): a Llama whose MLP has no gate, but a squared ReLU.
+CWM (Meta FAIR 2025): a Llama of which the first of every four layers sees all and the others slide.
 Apertus (Swiss AI 2025): a Llama with norms of its query and key heads, and an MLP without a gate whose function is learned (xIELU).
 Numbers of that function are tensors of a checkpoint; a .gguf file has them in its metadata.
 Mistral (Jiang et al. 2023): a Llama whose layers may all slide. llama.cpp calls it llama.
@@ -182,6 +184,57 @@ def _apertus_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     return replace(spec, hidden_act="xielu", qk_norm=True, layers=Layers.from_records(records))
 
 
+_RELU2 = "relu2"
+
+
+def _arcee_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    config_values.only_these(config, {"hidden_act": _RELU2}, architecture)
+    return replace(full_spec({**config, "hidden_act": "silu"}, architecture), hidden_act=_RELU2)
+
+
+def _ungated_weights(spec: ModelSpec) -> Iterator[Weight]:
+    def in_layer(layer: LayerSpec) -> Iterator[Weight]:
+        yield from weights.attention_weights(spec, layer)
+        yield from weights.ungated_weights(spec, layer.intermediate_size)
+        yield from weights.norm_weights(spec, layer)
+
+    return weights.decoder_weights(spec, in_layer)
+
+
+ARCEE = Family(
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    spec=_arcee_spec,
+    weights=_ungated_weights,
+    defaults={"hidden_act": _RELU2, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    gguf=GGUFFamily("arcee", partial(dense_gguf, hidden_act=_RELU2), interleaved_heads=True),
+    model="meshlm.workers.models.llama_variants:Arcee",
+)
+_CWM_EVERY = 4  # of so many layers the first sees all
+_CWM_ROPE = _ROPE | {"rope_theta": 1e6, "factor": 16.0}
+
+
+def _cwm_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": _CWM_ROPE}
+    if config.get("layer_types") is None:
+        count = config_values.positive(config, "num_hidden_layers")
+        kinds = [f"{'sliding' if layer % _CWM_EVERY else 'full'}_attention" for layer in range(count)]
+        config = {**config, "layer_types": kinds}
+    window, sliding = sliding_layers(config, _CWM_EVERY)
+    return with_attention(dense_spec(config, architecture), sliding, sliding_window=window)
+
+
+CWM = Family(
+    architecture="CwmForCausalLM",
+    model_type="cwm",
+    spec=_cwm_spec,
+    weights=weights.transformer_weights,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    | {"sliding_window": 8192, "max_position_embeddings": 131072},
+)
+
+
 def _apertus_weights(spec: ModelSpec) -> Iterator[Weight]:
     def in_layer(layer: LayerSpec) -> Iterator[Weight]:
         yield from weights.attention_weights(spec, layer)
@@ -300,4 +353,4 @@ MIXTRAL = Family(
     gguf=GGUFFamily("llama", _mixtral_gguf, GGUF_KEYS, experts=True, interleaved_heads=True),
     compiles=False,
 )
-FAMILIES = (LLAMA, HELIUM, SEED_OSS, SMOLLM3, HUNYUAN, APERTUS, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL)
+FAMILIES = (LLAMA, HELIUM, SEED_OSS, SMOLLM3, HUNYUAN, ARCEE, CWM, APERTUS, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL)

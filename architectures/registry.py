@@ -22,24 +22,31 @@ class _Module(NamedTuple):
 _MODULES = {
     "llama": """
         LlamaForCausalLM=llama HeliumForCausalLM HunYuanDenseV1ForCausalLM=hunyuan-dense
-        ApertusForCausalLM=apertus SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
+        ApertusForCausalLM=apertus ArceeForCausalLM=arcee CwmForCausalLM SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
         MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3
     """,
     "qwen": """
         Qwen2ForCausalLM=qwen2 Qwen3ForCausalLM=qwen3 QWenLMHeadModel=qwen Qwen2MoeForCausalLM=qwen2moe
         Qwen3MoeForCausalLM=qwen3moe
     """,
-    "gemma": "GemmaForCausalLM=gemma Gemma2ForCausalLM=gemma2 Gemma3ForCausalLM=gemma3",
+    "gemma": "GemmaForCausalLM=gemma Gemma2ForCausalLM=gemma2 Gemma3ForCausalLM=gemma3 VaultGemmaForCausalLM",
     "gemma3n": "Gemma3nForCausalLM=gemma3n",
     "gemma4": "Gemma4ForCausalLM=gemma4",
     "phi": "Phi3ForCausalLM=phi3 PhimoeForCausalLM=phimoe PhiMoEForCausalLM PhiForCausalLM=phi2",
-    "deepseek": "DeepseekV2ForCausalLM=deepseek2 DeepseekV3ForCausalLM DeepseekV32ForCausalLM GlmMoeDsaForCausalLM",
+    "deepseek": """
+        DeepseekV2ForCausalLM=deepseek2 DeepseekV3ForCausalLM DeepseekV32ForCausalLM GlmMoeDsaForCausalLM
+        Glm4MoeLiteForCausalLM YoutuForCausalLM
+    """,
     "llama4": "Llama4ForCausalLM=llama4",
     "gpt_oss": "GptOssForCausalLM=gpt-oss",
-    "granite": "GraniteForCausalLM=granite GraniteMoeForCausalLM=granitemoe GraniteMoeHybridForCausalLM=granitehybrid",
+    "granite": """
+        GraniteForCausalLM=granite GraniteMoeForCausalLM=granitemoe GraniteMoeSharedForCausalLM
+        GraniteMoeHybridForCausalLM=granitehybrid
+    """,
     "glm": """
         Glm4MoeForCausalLM=glm4moe Dots1ForCausalLM=dots1 MiniMaxM2ForCausalLM=minimax-m2
         GlmForCausalLM=chatglm Glm4ForCausalLM=glm4
+        SolarOpenForCausalLM
     """,
     "ernie4_5": "Ernie4_5ForCausalLM=ernie4_5 Ernie4_5_MoeForCausalLM=ernie4_5-moe",
     "olmo": """

@@ -187,7 +187,7 @@ def test_weights_fill_the_parameters_of_the_model(architecture: str, tied: bool)
         head_dim=4,
         tie_word_embeddings=tied,
         multipliers=(1.0,) * next((n for stem, n in MULTIPLIERS.items() if architecture.startswith(stem)), 0),
-        mla=mla if architecture.startswith(("Deepseek", "GlmMoeDsa")) else None,
+        mla=mla if architecture.startswith(("Deepseek", "GlmMoeDsa", "Glm4MoeLite", "Youtu")) else None,
     )
     if architecture.startswith("Gemma4"):
         experts = MoESpec(num_experts=1, num_experts_per_tok=1, moe_intermediate_size=5)

@@ -12,7 +12,9 @@ Files norm heads behind their rotation; that turns a vector and keeps its length
 
 Ministral 3: queries grow with their position, q (1 + beta log(1 + floor(position / original context))).
 
-Apertus: an MLP without a gate, down(xielu(up(x))).
+AFM: an MLP without a gate, down(relu(up(x))^2).
+
+Apertus: the same, down(xielu(up(x))).
 
     xielu(x) = p x^2 + b x                         where x > 0
                n (exp(min(x, e)) - 1 - x) + b x    elsewhere           (Huang and Schlag 2024)
@@ -61,6 +63,10 @@ class NormedBehindRotation(Attention):
         found = apply_rope(heads.unflatten(-1, (-1, self.head_dim)).float(), cos, sin)
         found = found * torch.rsqrt(found.square().mean(-1, keepdim=True) + norm.eps)
         return (found * norm.weight.float()).flatten(1).to(heads.dtype)
+
+
+class Arcee(Decoder):
+    classes = LayerClasses(mlp=UngatedMLP)
 
 
 class HunYuan(Decoder):

@@ -61,7 +61,7 @@ ALIKE = {
     "gpt-neox-serial",
     "opt",
 }
-ALIKE |= {"stablelm-parallel", "gptj", "nemotron", "falcon-11b", "falcon-rw"}
+ALIKE |= {"solar-open", "cwm", "granite-moe-shared", "stablelm-parallel", "gptj", "nemotron", "falcon-11b", "falcon-rw"}
 """Ranks split these as they split another case."""
 
 

@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaConfig", {"head_dim": 16, "hidden_act": "gelu", "initializer_range": 0.2}),
     "gemma2": ("Gemma2Config", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
+    "vaultgemma": ("VaultGemmaConfig", GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.7}),
     "gemma3": ("Gemma3TextConfig", GEMMA | {"num_hidden_layers": 7}),
     **DENSE,
     **MOE,

@@ -200,6 +200,16 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-moe": ("GraniteMoeConfig", _MULTIPLIED | {"num_local_experts": 5, "initializer_range": 0.2}),
     "glm4-moe": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "use_qk_norm": True, "n_group": 2}),
     "glm4-moe-bias": ("Glm4MoeConfig", _ROUTED | {"head_dim": 16, "attention_bias": True}),
+    "solar-open": (
+        "SolarOpenConfig",
+        {key: _ROUTED[key] for key in _ROUTED if key != "first_k_dense_replace"} | {"head_dim": 16, "n_group": 2},
+    ),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        _MULTIPLIED | {"num_local_experts": 5, "shared_intermediate_size": 40, "initializer_range": 0.2},
+    ),
+    "arcee": ("ArceeConfig", {"initializer_range": 0.2}),
+    "cwm": ("CwmConfig", {"bos_token_id": 1, "head_dim": 16, "sliding_window": 7, "rope_parameters": _LLAMA3}),
     "dots1": ("Dots1Config", _ROUTED | {"sliding_window": 7, "max_window_layers": 2}),
     "ministral3": (
         "Ministral3Config",
@@ -311,6 +321,14 @@ DEEPSEEK: dict[str, tuple[str, dict[str, Any]]] = {
         | _GROUPS
         | {"q_lora_rank": 20, "index_topk": 6, "index_n_heads": 4, "index_head_dim": 12}
         | {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteConfig",
+        LATENT | {"q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "youtu": (
+        "YoutuConfig",
+        {key: LATENT[key] for key in LATENT if not any(word in key for word in ("expert", "moe", "dense"))},
     ),
     "glm-5": (
         "GlmMoeDsaConfig",

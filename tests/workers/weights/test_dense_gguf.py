@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     **{
         kind: (*CLASSIC[name], keys)
         for kind, name, keys in (
+            ("arcee", "arcee", {}),
             ("gpt2", "gpt2", {}),
             ("gptneox", "gpt-neox", {"rope.dimension_count": 4}),
             ("phi2", "phi", {"rope.dimension_count": 4}),
