@@ -33,8 +33,8 @@ class AdapterRoutes:
 
         body, unknown = await self._reader.read(request, lambda _, raw: bodies.decode(raw, schema.LoadAdapterRequest))
         self._backend.observer.ignored(unknown, request.url.path)
-        settings, spec = self._backend.config.adapters, self._backend.resolved.spec
-        limits = adapter_files.Limits(settings.max_lora_rank, settings.lora_target_modules)
+        resolved = self._backend.resolved
+        limits, spec = adapter_files.Limits.of(self._backend.config.adapters, resolved.device), resolved.spec
         try:
             read = partial(adapter_files.adapter_of, body.lora_name, Path(body.lora_path), spec, limits)
             adapter = await asyncio.to_thread(read)

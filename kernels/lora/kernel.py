@@ -40,6 +40,7 @@ class Tile(NamedTuple):
 
 
 SMALL, LARGE = Tile(16, 128, 128), Tile(64, 128, 64)
+OUTPUTS = {SMALL.outputs, LARGE.outputs}  # of which sizes layers have blocks
 
 
 def tile_of(tokens: int) -> Tile:

@@ -10,13 +10,14 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from msgspec import Struct
 
 from meshlm.architectures.family import Layout, Weight
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.adapters import Adapter
+from meshlm.protocol.config.adapters import AdapterConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.adapter_tensors import EXPONENTS, AdapterTensors
@@ -54,6 +55,14 @@ _ABSENT = {
     "velora_config": "VeLoRA is not there yet",
 }
 """Keys of adapter_config.json that change what an adapter computes, where they have a value."""
+_ON_CPU_ALONE = {
+    "use_dora": "DoRA is computed",
+    "alora_invocation_tokens": "aLoRA is computed",
+    "modules_to_save": "modules that are trained whole are computed",
+    "trainable_token_indices": "tokens that are trained are computed",
+    "target_parameters": "adapters of experts are computed",
+}
+"""Such keys of what the kernels of other devices do not compute."""
 
 
 class Limits(Struct, frozen=True):
@@ -61,6 +70,11 @@ class Limits(Struct, frozen=True):
 
     max_rank: int
     target_modules: tuple[str, ...] = ()  # the last words of modules; none: all
+    device: str = "cpu"  # --device of the workers
+
+    @classmethod
+    def of(cls, settings: AdapterConfig, device: str) -> Self:
+        return cls(settings.max_lora_rank, settings.lora_target_modules, device)
 
 
 class AdaptedModule(NamedTuple):
@@ -88,7 +102,7 @@ def read_adapter(folder: Path, spec: ModelSpec, limits: Limits) -> AdapterFiles:
     if not folder.is_dir():
         raise ModelFilesError(f"{folder}: there is no such folder")
     config = read_json(folder / CONFIG)
-    _check_config(folder / CONFIG, config)
+    _check_config(folder / CONFIG, config, limits.device)
     tensors = AdapterTensors(folder)
     file = tensors.file
     modules = tuple(_modules(file, config, tensors.headers, spec))
@@ -123,15 +137,18 @@ def why_not(spec: ModelSpec) -> str:
         return "modules of the transformers library take none"
     if spec.encoder_only or spec.audio_encoder is not None:
         return f"{spec.architecture} takes none; decoders of text do"
-    return "" if any(map(_is_adaptable, weights_of(spec).values())) else f"{spec.architecture} takes none"
+    return "" if any(map(is_adaptable, weights_of(spec).values())) else f"{spec.architecture} takes none"
 
 
-def _check_config(file: Path, config: dict[str, Any]) -> None:
+def _check_config(file: Path, config: dict[str, Any], device: str) -> None:
     if config.get("peft_type") != "LORA":
         raise ModelFilesError(f"{file}: peft_type is {config.get('peft_type')!r}; LORA is what is read")
     for key, why in _ABSENT.items():
         if config.get(key):
             raise ModelFilesError(f"{file}: {key}: {why}")
+    for key, what in _ON_CPU_ALONE.items():
+        if device != "cpu" and config.get(key):
+            raise ModelFilesError(f"{file}: {key}: {what} on --device cpu alone so far; this is --device {device}")
     if config.get("bias", "none") != "none":
         raise ModelFilesError(f"{file}: bias is {config['bias']!r}; none is what is read")
     if (start := config.get("init_lora_weights", True)) not in _PLAIN_STARTS:
@@ -191,17 +208,18 @@ def _weights_of_module(module: str, spec: ModelSpec) -> list[Weight]:
     for name in (f"{module}.weight", f"model.{module}.weight"):
         own = family.rename(name) if family.rename is not None else name
         if own in known:
-            return [known[own]] if _is_adaptable(known[own]) and not _is_laid_out(own, family.layouts) else []
+            return [known[own]] if is_adaptable(known[own]) and not _is_laid_out(own, family.layouts) else []
         match = _OF_LAYER.fullmatch(own.removesuffix(".weight"))
         stems = family.packed.get(match["stem"], ()) if match is not None else ()
         names = [f"{match['layer']}.{stem}.weight" for stem in stems] if match is not None else []
-        if names and all(one in known and _is_adaptable(known[one]) for one in names):
+        if names and all(one in known and is_adaptable(known[one]) for one in names):
             laid_out = match is not None and _is_laid_out(f"{match['layer']}.{match['stem']}.weight", family.layouts)
             return [] if laid_out else [known[one] for one in names]
     return []
 
 
-def _is_adaptable(weight: Weight) -> bool:
+def is_adaptable(weight: Weight) -> bool:
+    """Whether a weight of the base is that of a linear layer that an adapter may change."""
     whole = weight.expert is None and not weight.beside and len(weight.shape) == 2
     return whole and weight.layer is not None and _PARAMETERS.fullmatch(weight.parameter) is not None
 

@@ -46,7 +46,7 @@ def extras_of(given: LoRARequests, count: int, config: MeshConfig) -> list[Extra
 
 
 def _read(given: LoRARequest, config: MeshConfig) -> Extras:
-    settings, spec = config.adapters, config.require_resolved().spec
-    limits = adapter_files.Limits(settings.max_lora_rank, settings.lora_target_modules)
+    resolved = config.require_resolved()
+    limits = adapter_files.Limits.of(config.adapters, resolved.device)
     with raised_as(ValueError, ModelFilesError, of="lora_request"):
-        return (adapter_files.adapter_of(given.lora_name, Path(given.lora_path), spec, limits),)
+        return (adapter_files.adapter_of(given.lora_name, Path(given.lora_path), resolved.spec, limits),)

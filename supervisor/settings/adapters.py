@@ -6,7 +6,6 @@ from pathlib import Path
 
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files import adapter_files
 from meshlm.supervisor.errors import UsageError, raised_as
@@ -14,7 +13,7 @@ from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules
 
 FLAG, MODULES = "--enable-lora", "--lora-modules"
-DEVICE = "cpu"
+DEVICES = ("cpu", "cuda")
 
 
 def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
@@ -25,23 +24,25 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
         return
     why = adapter_files.why_not(f.spec)
     yield why, FLAG, why
-    yield f.device != DEVICE, FLAG, f"--device {f.device} has no products of adapters yet; --device {DEVICE} has"
+    yield f.device not in DEVICES, FLAG, f"--device {f.device} has no products of adapters; --device cpu and cuda have"
+    together = f.device == "cuda" and c.lockstep
+    yield together, FLAG, "ranks whose experts step together have no adapters on GPUs yet; leave it out"
     yield pools, FLAG, "models of vectors take no adapters yet; leave it out"
     yield c.worker.deterministic, FLAG, "not proven to be deterministic; leave out --deterministic or it"
     few = asked.max_cpu_loras is not None and asked.max_cpu_loras < asked.max_loras
     yield few, f"--max-cpu-loras {asked.max_cpu_loras}", f"must be at least --max-loras, which is {asked.max_loras}"
 
 
-def read(config: MeshConfig, spec: ModelSpec, served_names: tuple[str, ...]) -> tuple[Adapter, ...]:
+def read(config: MeshConfig, facts: Facts, served_names: tuple[str, ...]) -> tuple[Adapter, ...]:
     """The adapters of --lora-modules. UsageError names the one that cannot be served, and why."""
     asked, found = config.adapters, dict[str, Adapter]()
-    limits = adapter_files.Limits(asked.max_lora_rank, asked.lora_target_modules)
+    limits = adapter_files.Limits.of(asked, facts.device)
     for word in asked.lora_modules:
         for name, path in _named(word):
             if name in found or name in served_names:
                 raise UsageError(f"{MODULES} {word}: the name {name} is taken")
             with raised_as(UsageError, ModelFilesError, of=MODULES):
-                found[name] = adapter_files.adapter_of(name, Path(path), spec, limits)
+                found[name] = adapter_files.adapter_of(name, Path(path), facts.spec, limits)
     return tuple(found.values())
 
 

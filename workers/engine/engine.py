@@ -108,8 +108,7 @@ class ModelEngine:
             self.intermediate_tensors = torch.zeros(tokens, hidden, dtype=self.dtype, device=device)
         rows, samples = resolved.max_num_seqs, self.shard.is_last
         self._kv_scales = scales_of(self)
-        specs, self._block_size = self.layout.specs, self.layout.block_size
-        shares = self.layout.shares
+        specs, shares, self._block_size = self.layout.specs, self.layout.shares, self.layout.block_size
         self.rows = DeviceRows(
             rows, resolved.max_model_len, self._block_size, device, len(specs), shares, kit.draft_lines(config)
         )
@@ -141,10 +140,9 @@ class ModelEngine:
         if self.layout.states or self.spec.audio_encoder is not None:
             shown["KV blocks"] = f"{self._block_size} tokens, {self.layout.waste:.1%} of their bytes unused"
         facts = EngineFacts(count, self._block_size, rows, resolved.spec.vocab_size, shown)
-        pooled = 4 * self._pooled_size()
         drafts = self.config.speculative.num_speculative_tokens
         facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or self.rows.max_lines - rows or NO_LIMIT)
-        facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=pooled, kv_specs=specs)
+        facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
         self.facts = replace(facts, attention_wave=kit.attention_wave(self))
 
     def _capture(self, report: ProgressReport) -> None:
@@ -257,6 +255,9 @@ class ModelEngine:
         with torch.inference_mode():  # as steps run: a compiler takes other tensors for another case
             self.inputs.send(step, n, NOTHING, 0, np.arange(n))
             self.compute.eager(step)
+            if self.rows.has_adapters:
+                step.adapted = True
+                self.compute.eager(step)
 
     def check_weights(self, resolved: Resolved) -> str:
         return reload.why_not(self, resolved)
@@ -333,12 +334,11 @@ class ModelEngine:
             return self.together.execution(step, self.graphs, graph=graph, across=across, rebalance=asked)
         if why_no_graph:
             return EAGER
-        uniform, prompts, shared = step.uniform, step.num_prompts, step.shared is not None
-        seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=uniform) else None
-        drafts = step.shows_drafts
+        seen = step.contexts() if self.graphs.asks_for_contexts(step.n, uniform=step.uniform) else None
         key = self.graphs.find(
-            step.t, step.n, uniform=uniform, contexts=seen, num_prompts=prompts, shared=shared, drafts=drafts
-        )
+            step.t, step.n, uniform=step.uniform, contexts=seen, num_prompts=step.num_prompts,
+            shared=step.shared is not None, drafts=step.shows_drafts, adapters=step.adapted,
+        )  # fmt: skip
         if key is not None and not key.shared:
             step.shared = None
         return StepExecution(key)

@@ -103,7 +103,9 @@ class PaddedStep:
             count = self._inputs.num_lines(key.requests)
             self._head.choose_kept(count, (rows, starts, ends), None if key.uniform else places[:count])
             return
-        batch = self._inputs.padded(key.requests, key.tokens, shared=key.shared, verified=key.drafts)
+        batch = self._inputs.padded(
+            key.requests, key.tokens, shared=key.shared, verified=key.drafts, adapted=key.adapters
+        )
         if key.contexts == LONG:
             batch = replace(batch, seen=LONG_CONTEXT)
         elif key.contexts == SHORT:

@@ -97,6 +97,8 @@ class Sleeper:
         cuda = engine.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(engine.device)
+        if tags:
+            engine.extras.sleep(awake=False)
         if not before:
             engine.graphs.forget()  # they hold addresses
             if engine.verification is not None:
@@ -107,7 +109,8 @@ class Sleeper:
                     self._released.pop(tag).restore()
                 elif tag in tags and tag not in before:
                     of_caches = (tensor for cache in engine.compute.caches for tensor in cache.tensors())
-                    of_weights = (tensor for model in engine.models for tensor in tensors_of(model))
+                    of_weights = [tensor for model in engine.models for tensor in tensors_of(model)]
+                    of_weights += engine.extras.weights()
                     tensors = of_weights if tag == WEIGHTS else of_caches
                     self._released[tag] = Released(tensors, keep=tag == WEIGHTS)
         if cuda:
@@ -116,3 +119,4 @@ class Sleeper:
         _log.info("asleep" if freed else "awake", **freed)
         if not self._released:
             engine.capture_again()
+            engine.extras.sleep(awake=True)

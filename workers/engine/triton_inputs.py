@@ -14,7 +14,7 @@ addresses: the buffer never moves. Owned by the engine; used by the stepper thre
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshlm.kernels.attention.kernel import ITEM, Columns, SharedPrefixes
+from meshlm.kernels.lora.kernel import token_slots
 from meshlm.kernels.prepare_inputs.kernel import prepare_inputs, scatter
 from meshlm.workers.batch import UNKNOWN, KnownRequests, Prompt, StepInputs
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.device_rows import DeviceRows
 from meshlm.workers.rows.step_columns import StepColumns
 from meshlm.workers.rows.table import aligned
+
+if TYPE_CHECKING:
+    from meshlm.workers.lora.device_slots import DeviceSlots
 
 INTS = 1 << 18  # more changes than fit beside the largest columns get a buffer of their own
 
@@ -67,6 +71,7 @@ class TritonInputs:
         self._rows, self.staging, self._device, self._samples = rows, staging, device, samples
         self.verified: Columns | None = None  # where drafts are verified: the requests of the step
         self.queries = 1  # the most tokens of one of those
+        self.adapters: DeviceSlots | None = None  # with --enable-lora
         self._buffer = torch.zeros(INTS, dtype=torch.int32, device=device)
         self._tables = rows.block_tables.unbind()
 
@@ -132,6 +137,8 @@ class TritonInputs:
         batch = self._batch((step.n, step.t), first, count, padded=False)
         if step.shows_drafts:
             batch = self._verified(batch)
+        if step.adapted:
+            batch = self._adapted(batch)
         return replace(batch, known=known, shared=self._shared(step.n) if step.shared is not None else {})
 
     def _shared(self, size: int) -> Mapping[int, SharedPrefixes]:
@@ -150,17 +157,29 @@ class TritonInputs:
         """Lines of the head in a step that is padded to so many requests, of which one may be more than run."""
         return min(requests, self._rows.max_lines)
 
-    def padded(self, requests: int, tokens: int, *, shared: bool = False, verified: bool = False) -> StepInputs:
+    def padded(
+        self, requests: int, tokens: int, *, shared: bool = False, verified: bool = False, adapted: bool = False
+    ) -> StepInputs:
         """The tensors of any step that was sent and fits, padded: as many tokens as requests are decodes, which all sample. shared:
-        it was sent with prefixes that are shared, or cleared. verified: tokens see others of the step."""
+        it was sent with prefixes that are shared, or cleared. verified: tokens see others of the step. adapted: rows may have
+        adapters."""
         if tokens == requests:
             batch = self._batch((requests, tokens), requests, 0, padded=True)
         else:
             count = self.num_lines(requests) if self._samples else 0
             batch = self._batch((requests, tokens), UNKNOWN, count, padded=True)
+        if adapted:
+            batch = self._adapted(batch)
         if verified:
             return self._verified(batch)
         return replace(batch, shared=self._shared(requests)) if shared else batch
+
+    def _adapted(self, batch: StepInputs) -> StepInputs:
+        """A batch with what the adapters of its rows add."""
+        assert batch.columns is not None and self.adapters is not None  # noqa: PT018
+        of = batch.columns
+        slots = token_slots(of.rows, of.ends, of.n, self._rows.columns["adapter"], len(batch.input_ids))
+        return replace(batch, adapters=self.adapters.of_tokens(slots))
 
     def _verified(self, batch: StepInputs) -> StepInputs:
         """A batch whose decodes stand token by token. No more of its requests decode than it has tokens."""

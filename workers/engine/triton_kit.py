@@ -11,9 +11,12 @@ import torch
 from meshlm.kernels.attention import tiles
 from meshlm.kernels.attention.self_test import CacheShape, self_test_cache, self_test_hopper
 from meshlm.kernels.gate_up_silu import kernel as gate_up_silu
+from meshlm.kernels.lora import kernel as lora
+from meshlm.kernels.lora.self_test import results as results_of_adapters
 from meshlm.kernels.mla import tiles as latent_tiles
 from meshlm.kernels.pdl import multiprocessors
 from meshlm.kernels.precompile import precompiled
+from meshlm.kernels.self_test import why_wrong
 from meshlm.kernels.small_m_gemm import kernel as small_m_gemm
 from meshlm.kernels.states import MOST_PROMPTS
 from meshlm.kernels.tuning.core import Setting
@@ -38,6 +41,7 @@ from meshlm.workers.graphs.keys import (
     Key,
     graph_keys,
     graphs_to_warm_up,
+    keys_of_adapters,
     keys_of_drafts,
     long_requests,
     long_to_warm_up,
@@ -100,6 +104,8 @@ class TritonKit(TorchKit):
             keys += _short_decodes(engine, keys)
         if self._verification is not None and any(key.uniform for key in keys):
             keys += keys_of_drafts(engine.rows.max_lines)
+        if engine.rows.has_adapters:
+            keys += keys_of_adapters(keys)
         if engine.together is not None:
             keys += [
                 key._replace(halves=True) for key in keys if engine.together.may_halve(key.tokens, uniform=key.uniform)
@@ -154,7 +160,8 @@ class TritonKit(TorchKit):
 
     def product_rows(self, engine: ModelEngine) -> set[int]:
         """So many tokens meet every variant of the kernels of plain products."""
-        return small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+        found = small_m_gemm.warm_rows() | gate_up_silu.warm_rows()
+        return found | lora.warm_rows() if engine.rows.has_adapters else found
 
     def shared_prefixes(self, engine: ModelEngine) -> PrefixTables | None:
         return _shared_prefixes(engine)
@@ -228,10 +235,19 @@ class TritonKit(TorchKit):
             if reason := self_test_cache(shape, engine.dtype, engine.device):
                 raise ProcessFatal(f"--kv-cache-dtype fp8_e5m2: on this GPU {reason}; use fp8 or auto")
 
+    def _self_test_adapters(self, engine: ModelEngine) -> None:
+        """ProcessFatal where the kernels of adapters do not add to this model's layers what they must."""
+        if (slots := self._inputs.adapters) is None:
+            return
+        like = torch.empty(0, dtype=engine.dtype, device=engine.device)
+        if reason := why_wrong(results_of_adapters(slots.shapes, slots.max_rank, like)):
+            raise ProcessFatal(f"--enable-lora: on this GPU {reason}; leave it out")
+
     def warm_up(self, engine: ModelEngine) -> None:
         """Every kernel is compiled here, in each variant that steps use."""
         self._self_test_cache(engine)
         self._self_test_attention(engine, launched=True)
+        self._self_test_adapters(engine)
         self._warm_up(engine)
         if self._verification is not None:
             with torch.inference_mode():
@@ -268,8 +284,10 @@ class TritonKit(TorchKit):
             engine.dummy_step([prompt - 1], start=1)
         self._inputs.clear()
         with torch.inference_mode():
-            for key in graphs_to_warm_up(engine.graphs.keys, sizes, min(tokens, most * prompt)):
-                self._padded(key)
+            for adapters in (False, True):
+                keys = [key for key in engine.graphs.keys if key.adapters == adapters]
+                for key in graphs_to_warm_up(keys, sizes, min(tokens, most * prompt)):
+                    self._padded(key)
             for key in long_to_warm_up(engine.graphs.keys, _long_requests(engine)):
                 self._padded(key)
             if rows.prefixes is not None:

@@ -117,12 +117,16 @@ class Dispatcher:
         num_prompts: int = 0,
         shared: bool = False,
         drafts: bool = False,
+        adapters: bool = False,
     ) -> Key | None:
         """The smallest graph that holds the step; None (and a counted miss, unless it is of halves) when there is none.
 
-        shared: its decodes share prefixes. A graph without that does, too, as long as there is no other.
+        shared: its decodes share prefixes. A graph without that does, too, as long as there is no other. adapters: some rows have one.
         A mixed graph has at least one request more than the step: lines of the head that sample nothing belong to it."""
-        decodes, mixed = self._halved if halves else (self._drafts if drafts else self._decodes, self._mixed)
+        decodes, mixed = (
+            [key for key in keys if key.adapters == adapters]
+            for keys in (self._halved if halves else (self._drafts if drafts else self._decodes, self._mixed))
+        )
         if uniform:
             fitting = [key for key in decodes if key.requests >= num_requests]
             if fitting:
@@ -186,7 +190,7 @@ class Dispatcher:
         requests = next((most for most in self._long if most > num_requests), None)
         if requests is None or contexts.longest < LONG_CONTEXT:
             return None
-        wanted = Key(fitting[0].tokens, requests, contexts=LONG)
+        wanted = Key(fitting[0].tokens, requests, contexts=LONG, adapters=fitting[0].adapters)
         if wanted in self._graphs:
             return wanted
         self._missed[wanted] += 1
@@ -223,6 +227,7 @@ class Dispatcher:
             return
         if key.part != HEAD:
             more = "_shared" if key.shared else "_long" if key.contexts == LONG else "_drafts" if key.drafts else ""
+            more += "_adapters" if key.adapters else ""
             self.replays[("decode" if key.uniform else "mixed") + more] += 1
         graph.replay()
 
@@ -231,12 +236,10 @@ class Dispatcher:
 
         Those are of powers of two, and the longest of decodes and for each number of requests. Large ones first: the others fit in
         their memory."""
-        longest = {key.requests: key for key in self._mixed}.values()
-        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0} | {
-            *self._decodes[-1:],
-            *self._drafts[-1:],
-            *longest,
-        }
+        some = {key for key in self.keys if key.tokens & (key.tokens - 1) == 0}
+        some.update({(key.requests, key.adapters): key for key in self._mixed}.values())
+        for decodes in (self._decodes, self._drafts):
+            some.update({key.adapters: key for key in decodes}.values())
         return sorted(self.keys if everything else some, key=lambda key: (not key.uniform, -key.tokens))
 
     def make(self, key: Key) -> None:

@@ -41,11 +41,12 @@ class Key(NamedTuple):
     shared: bool = False  # decodes read shared prefixes together, where there are any (rows/shared_prefixes.py)
     contexts: str = ANY  # of decodes: SHORT; of mixed steps: LONG
     drafts: bool = False  # decodes of several tokens each, which stand as requests of their own
+    adapters: bool = False  # some rows have one: steps in which none has are replayed without their kernels
 
     def of(self, part: str) -> "Key":
         """The graph of this part of the step; the head knows nothing of contexts."""
         if part == HEAD:
-            return self._replace(part=part, shared=False, contexts=ANY, drafts=False)
+            return self._replace(part=part, shared=False, contexts=ANY, drafts=False, adapters=False)
         return self._replace(part=part)
 
     def graphs(self, *, pause: bool) -> "tuple[Key, ...]":
@@ -58,9 +59,9 @@ class Key(NamedTuple):
         return self.tokens == self.requests
 
     @property
-    def kind(self) -> tuple[bool, str, bool, str, bool]:
+    def kind(self) -> tuple[bool, str, bool, str, bool, bool]:
         """The part of a key that those share that launch the same kernels."""
-        return self.uniform, self.part, self.shared, self.contexts, self.drafts
+        return self.uniform, self.part, self.shared, self.contexts, self.drafts, self.adapters
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
@@ -107,6 +108,11 @@ def graph_keys(
 def keys_of_drafts(max_lines: int) -> list[Key]:
     """Graphs of decodes with drafts, by their tokens: any mix of drafts fits. max_lines: tokens of a step, at most."""
     return [Key(size, size, drafts=True) for size in decode_sizes(max_lines)[1:]]
+
+
+def keys_of_adapters(keys: Sequence[Key]) -> list[Key]:
+    """Beside those for whole steps with any contexts, graphs of steps some of whose rows have adapters."""
+    return [key._replace(adapters=True) for key in keys if key.contexts == ANY and not key.halves]
 
 
 def long_requests(max_num_seqs: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 An adapter is loaded beside the steps, before its first row comes (`prepare`), and stays in the host's memory as long as it is among the
 last `num_kept` that were used. Rows name it by a slot (Column "adapter"), of which a worker has --max-loras: schedulers start no row
-that would need one more. Slots are given and taken by the stepper thread.
+that would need one more. Slots are given and taken by the stepper thread. Where kernels compute with adapters the slots are places in
+the GPU's memory (device_slots.py).
 """
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +26,9 @@ from meshlm.workers.rows.device_rows import put
 from meshlm.workers.rows.extras.extra import RowExtra, StepExtra, StepFindings
 from meshlm.workers.rows.step_columns import StepColumns
 
+if TYPE_CHECKING:
+    from meshlm.workers.lora.device_slots import DeviceSlots  # by Triton, which may not be there
+
 NO_SLOT = 0
 
 
@@ -38,11 +43,13 @@ class AdapterRows(RowExtra[Tensor]):
         slots: int,
         kept: int,
         measure: Callable[[LoadedAdapter], None] = lambda _: None,
+        in_memory: "DeviceSlots | None" = None,
     ) -> None:
         """load: raises ModelFilesError. slots: adapters of a step at most. kept: in the host's memory. measure: what depends on the
-        base's weights is computed again, in place."""
+        base's weights is computed again, in place. in_memory: of a GPU, where they are."""
         self._load, self._columns, self._device, self._kept = load, columns, device, kept
         self._measure, self._epoch = measure, 0  # of the base's weights
+        self._in_memory, slots = in_memory, slots if in_memory is None else in_memory.count
         self._held: dict[bytes, LoadedAdapter] = {}  # by digest; the last used last
         self._lock = threading.Lock()  # of these two
         self._loading: dict[bytes, threading.Lock] = {}
@@ -53,9 +60,11 @@ class AdapterRows(RowExtra[Tensor]):
     def prepare(self, extra: ExtraKind) -> RowFailed | None:
         assert isinstance(extra, Adapter)
         try:
-            self._get(extra)
+            found = self._get(extra)
         except ModelFilesError as error:
             return _failed(error)
+        if self._in_memory is not None:
+            self._in_memory.prepare(found)
         return None
 
     def _get(self, adapter: Adapter) -> LoadedAdapter:
@@ -91,6 +100,15 @@ class AdapterRows(RowExtra[Tensor]):
         for slot, loaded in enumerate(self._slots):
             if loaded is not None and loaded.adapter.digest == key and slot not in self._rows.values():
                 self._slots[slot] = None
+        if self._in_memory is not None:
+            self._in_memory.drop(key)
+
+    def weights(self) -> list[Tensor]:
+        return [] if self._in_memory is None else self._in_memory.tensors()
+
+    def sleep(self, *, awake: bool) -> None:
+        if self._in_memory is not None:
+            self._in_memory.sleep(awake=awake)
 
     # --- the stepper thread ---
 
@@ -117,7 +135,10 @@ class AdapterRows(RowExtra[Tensor]):
                 return
             free = [n for n in range(1, len(self._slots)) if n not in used]
             assert free, "the scheduler has started rows of more adapters than there are slots"
-            slot = next((n for n in free if self._slots[n] is None), free[0])
+            if self._in_memory is None:
+                slot = next((n for n in free if self._slots[n] is None), free[0])
+            else:
+                slot = 1 + self._in_memory.take(loaded)
             self._slots[slot] = loaded
         elif (held := self._slots[slot]) is not None:
             self._hold(held)
@@ -127,7 +148,11 @@ class AdapterRows(RowExtra[Tensor]):
         self._failed.pop(row, None)
         slot = self._rows.pop(row, NO_SLOT)
         held = self._slots[slot]
-        if held is not None and held.adapter.digest not in self._held and slot not in self._rows.values():
+        if held is None or slot in self._rows.values():
+            return
+        if self._in_memory is not None:
+            self._in_memory.leave(slot - 1)
+        if self._in_memory is not None or held.adapter.digest not in self._held:
             self._slots[slot] = None  # dropped, or used less recently than others
 
     def columns_of(self, new: NewRow) -> dict[str, int]:

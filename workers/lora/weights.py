@@ -14,6 +14,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from meshlm.architectures.registry import weights_of
+from meshlm.kernels.lora.layout import Packed
 from meshlm.protocol.adapters import Adapter
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.adapter_files import AdaptedModule, Limits, read_adapter
@@ -49,6 +50,7 @@ LinearAdapters = Mapping[Linear, LinearAdapter]
 class LoadedAdapter(NamedTuple):
     adapter: Adapter
     layers: LinearAdapters
+    packed: Packed | None = None  # where kernels compute with it: then it has no layers (device_slots.py)
 
 
 class _Slice(NamedTuple):
@@ -72,9 +74,10 @@ class _Matrices:
 
 
 def load_adapter(
-    adapter: Adapter, model: Decoder, limits: Limits, dtypes: tuple[torch.dtype, torch.dtype]
+    adapter: Adapter, model: Decoder, limits: Limits, dtypes: tuple[torch.dtype, torch.dtype], *, on_host: bool = False
 ) -> LoadedAdapter:
-    """This worker's part of an adapter. dtypes: what values are rounded to, and the model's. ModelFilesError."""
+    """This worker's part of an adapter. dtypes: what values are rounded to, and the model's. on_host: they stay there, as they are.
+    ModelFilesError."""
     files = read_adapter(Path(adapter.path), model.spec, limits)
     if files.digest != adapter.digest:
         raise ModelFilesError(f"{adapter.path}: the files are others than when the adapter was loaded; load it again")
@@ -86,7 +89,7 @@ def load_adapter(
 
     def packed(values: Tensor) -> Tensor:
         rounded = values.to(dtypes[0]).to(dtypes[1])
-        return model.ops.pack(rounded.contiguous().to(model.rope.device))
+        return rounded.contiguous() if on_host else model.ops.pack(rounded.contiguous().to(model.rope.device))
 
     def slice_of(one: _Slice) -> OutputSlice:
         lengths = None if one.lengths is None else one.lengths[:, 0].to(model.rope.device)

@@ -56,6 +56,7 @@ class DeviceRows:
         # [tokens, hidden] of a step: what prompts bring in the place of tokens, if they may
         self.vectors: Tensor | None = None
         self.prefixes: PrefixTables | None = None  # where kernels read those of several rows together
+        self.has_adapters = False  # rows may have some, which kernels add
 
     def _view(self, column: Column, begin: int) -> Tensor:
         """[rows], or [rows, width]; a number of 64 bits as its two halves. All rows are empty."""
@@ -77,8 +78,9 @@ class DeviceRows:
         return self.table.changes(plan)
 
     def step(self, plan: StepPlan) -> StepColumns:
-        """The columns of a plan whose changes are known, and which of its decodes share prefixes."""
+        """The columns of a plan whose changes are known, and what its rows have: adapters, and prefixes that decodes share."""
         step = StepColumns(plan)
+        step.adapted = self.has_adapters and bool(self.table.columns["adapter"][step.rows].any())
         if self.prefixes is not None:
             decodes = step.num_decodes
             step.shared = self.prefixes.of_decodes(step.rows[:decodes], step.starts[:decodes])

@@ -77,7 +77,7 @@ class Lines(NamedTuple):
 class StepColumns:
     """One step's requests, host side. n requests, t tokens."""
 
-    __slots__ = ("counts", "drafts", "n", "places", "rows", "samples", "shared", "starts", "t", "verified")
+    __slots__ = ("adapted", "counts", "drafts", "n", "places", "rows", "samples", "shared", "starts", "t", "verified")
 
     def __init__(self, plan: StepPlan) -> None:
         self.rows, self.starts = np.frombuffer(plan.rows, np.int32), np.frombuffer(plan.starts, np.int32)
@@ -86,6 +86,7 @@ class StepColumns:
         self.samples = np.frombuffer(plan.samples, np.uint8).astype(np.bool_) if plan.samples else None
         self.places = np.arange(self.n) if self.samples is None else np.flatnonzero(self.samples)  # that sample
         self.shared: Clusters | None = None  # its decodes that read prefixes together
+        self.adapted = False  # some rows have adapters, which kernels add
         self.drafts: Drafts | None = None  # among its tokens; set before the head is launched
         self.verified: Verified | None = None  # where only the device knows how long rows are
 

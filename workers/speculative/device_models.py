@@ -69,7 +69,7 @@ class DeviceModels:
 
     def _run(self, batch: StepInputs, states: Tensor | None) -> Tensor:
         ids = batch.input_ids if states is None else self._inputs.following(batch)
-        batch = replace(batch, input_ids=ids.clamp(min=0), vectors=None)
+        batch = replace(batch, input_ids=ids.clamp(min=0), vectors=None, adapters=None)
         attention = self._compute.attention.step(batch, self._rows.block_size)
         caches = self._compute.caches[-len(self._model.local.layers) :]
         found: Tensor = self._model(batch, caches, attention, states)

@@ -106,6 +106,7 @@ class DeviceVerification(Verifier):
             entries = columns_of(step.rows[origins], of_entries, step.counts[origins])
             entries.places = np.flatnonzero(samples[origins])
             entries.samples = None if samples.all() else samples[origins]
+            entries.adapted = step.adapted
         else:
             entries.starts = starts
         entries.verified = self._verified(

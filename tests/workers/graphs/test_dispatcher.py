@@ -16,7 +16,21 @@ from meshlm.workers.graphs.dispatcher import (
     WIDEST,
     Dispatcher,
 )
-from meshlm.workers.graphs.keys import HEAD, LONG, MIXED_TOKENS, MODEL, WHOLE, Key, StepTime, decode_sizes, graph_keys
+from meshlm.workers.graphs.keys import (
+    HEAD,
+    LONG,
+    LONG_CONTEXT,
+    MIXED_TOKENS,
+    MODEL,
+    SHORT,
+    WHOLE,
+    Key,
+    StepTime,
+    decode_sizes,
+    graph_keys,
+    keys_of_adapters,
+    keys_of_drafts,
+)
 from meshlm.workers.rows.step_columns import Contexts
 
 SMALL_MODEL, LARGE_MODEL = 440_000_000, 7_000_000_000
@@ -273,3 +287,33 @@ def test_the_head_has_one_graph() -> None:
     assert key.of(MODEL) == Key(8, 8, part=MODEL, shared=True, contexts=LONG)
     assert key.of(HEAD) == Key(8, 8, part=HEAD)
     assert key.of(WHOLE) == key
+
+
+def with_adapters() -> Dispatcher:
+    keys = graph_keys("FULL", 8, 512, (), SMALL_MODEL)
+    keys += [key._replace(contexts=SHORT) for key in keys if key.uniform] + keys_of_drafts(24)
+    return Dispatcher(keys + keys_of_adapters(keys), lambda key: None, long=[5, 9])
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_steps_with_adapters_have_graphs_of_their_own(adapters: bool) -> None:
+    """And those without are replayed as if there were none."""
+    graphs = with_adapters()
+    decode = graphs.find(3, 3, uniform=True, adapters=adapters)
+    mixed = [graphs.find(90, 3, uniform=False, adapters=adapters) for _ in range(PATIENCE + 1)][-1]
+    drafted = graphs.find(7, 7, uniform=True, drafts=True, adapters=adapters)
+    seen = Contexts(LONG_CONTEXT, 1.0, 1)
+    long = [graphs.find(90, 3, uniform=False, contexts=seen, adapters=adapters) for _ in range(PATIENCE + 1)][-1]
+    assert decode == Key(4, 4, adapters=adapters)
+    assert mixed == Key(128, 9, adapters=adapters)
+    assert drafted == Key(8, 8, drafts=True, adapters=adapters)
+    assert long == Key(128, 5, contexts=LONG, adapters=adapters)
+    assert decode.of(HEAD) == Key(4, 4, part=HEAD), "the head knows nothing of adapters"
+
+
+def test_graphs_of_both_kinds_are_captured_at_the_start() -> None:
+    """The same sizes of each, so that no step of either kind is far from one."""
+    first = with_adapters().first()
+    of_adapters = {key._replace(adapters=False) for key in first if key.adapters}
+    assert of_adapters == {key for key in first if not key.adapters and key.contexts != SHORT}
+    assert Key(8, 8, adapters=True) in first

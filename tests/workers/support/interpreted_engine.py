@@ -55,7 +55,9 @@ class InterpretedKit(TorchKit):
         self._head = LogitsSampler(cast("Decoder", Copied(model)), rows, dtype, rows.state.device)
         return self._head
 
-    def verification(self, engine: ModelEngine) -> DeviceVerification:
+    def verification(self, engine: ModelEngine) -> DeviceVerification | None:
+        if not engine.config.speculative.method:
+            return None
         drafter = device_drafter_of(engine, self._inputs, self._head, Replays(None))
         if (model := engine.draft_model) is not None:
             own = cast("Decoder", SimpleNamespace(spec=model.spec, logits=model.logits))

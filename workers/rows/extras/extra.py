@@ -123,6 +123,13 @@ class RowExtra(Generic[States]):
     def in_idle_time(self) -> None:
         """There are no requests: a chance to load what the first one would wait for."""
 
+    def weights(self) -> list[Any]:
+        """The tensors of the device that sleep and wake with the model's weights."""
+        return []
+
+    def sleep(self, *, awake: bool) -> None:
+        """Their memory will be gone, until they are awake again. Called by the thread that steps."""
+
 
 Kind = TypeVar("Kind")
 
@@ -202,3 +209,10 @@ class RowExtras(Generic[States]):
     def in_idle_time(self) -> None:
         for kind in self._kinds:
             kind.in_idle_time()
+
+    def weights(self) -> list[Any]:
+        return [tensor for kind in self._kinds for tensor in kind.weights()]
+
+    def sleep(self, *, awake: bool) -> None:
+        for kind in self._kinds:
+            kind.sleep(awake=awake)
