@@ -10,7 +10,7 @@ from meshlm.kernels.lora.layout import LayerPlaces, Memory
 from meshlm.workers.lora.step_adapters import StepAdapters
 
 if TYPE_CHECKING:
-    from meshlm.workers.formats.format import ProductOps
+    from meshlm.workers.layers.ops import Ops
 
 
 class DeviceStepAdapters(StepAdapters):
@@ -24,7 +24,7 @@ class DeviceStepAdapters(StepAdapters):
     def changes(self, layer: Any) -> bool:
         return layer in self._layers
 
-    def add(self, layer: Any, x: Tensor, out: Tensor, ops: "ProductOps") -> Tensor:
+    def add(self, layer: Any, x: Tensor, out: Tensor, ops: "Ops") -> Tensor:
         place = self._layers.get(layer)
         if place is None:
             return out

@@ -149,3 +149,14 @@ def test_names() -> None:
     assert not wrong_name("team/sql-7b:v2")
     for name in ("", " a", "a\n", "x" * 257, "\x00"):
         assert wrong_name(name)
+
+
+@pytest.mark.parametrize("device", ["cuda", "fake"])
+def test_what_only_a_cpu_computes_is_refused_for_other_devices(device: str, tmp_path: Path) -> None:
+    tensors = {**GOOD, "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": zeros(8, value=1.0)}
+    folder = folder_of(tmp_path, tensors, use_dora=True)
+    with pytest.raises(
+        ModelFilesError, match=f"use_dora: DoRA is computed on --device cpu alone so far; this is --device {device}"
+    ):
+        read_adapter(folder, SPEC, Limits(8, device=device))
+    assert read_adapter(folder_of(tmp_path / "plain"), SPEC, Limits(8, device=device)).modules

@@ -44,7 +44,11 @@ def test_adapters_by_words_and_by_json(model: str, tmp_path: Path) -> None:
         ([" a=HERE"], {}, "a name has 1 to 256 printable characters"),
         (["a=HERE"], {"max_lora_rank": 1}, "has rank 4; --max-lora-rank is 1"),
         (["a=HERE"], {"enable_lora": False}, "--lora-modules: needs --enable-lora"),
-        ([], {"device": "fake"}, "--enable-lora: --device fake has no products of adapters; --device cpu and cuda have"),
+        (
+            [],
+            {"device": "fake"},
+            "--enable-lora: --device fake has no products of adapters; --device cpu and cuda have",
+        ),
         ([], {"runner": "pooling"}, "--enable-lora: models of vectors take no adapters yet"),
         ([], {"deterministic": True}, "--enable-lora: not proven to be deterministic"),
         ([], {"max_loras": 3, "max_cpu_loras": 2}, "--max-cpu-loras 2: must be at least --max-loras, which is 3"),
