@@ -3,14 +3,23 @@
 A frame is its length (4 bytes, big-endian) and a msgpack message of `Request` or `Reply`. Where a reply or a Put has pages, their bytes
 follow the frame: each page, then its CRC-32 (4 bytes), since they cross a host. A *ticket* names what a finished request has left;
 whoever knows it may read these pages, and no others. A key stands as often as it has pages.
+
+Where the meshes have another -tp, a page on the wire is the heads that both sides have (workers/kv/remote/slices.py): Hello tells how
+many workers there are, and each says who it is.
 """
 
 from msgspec import Struct
 
-VERSION = 1
+VERSION = 2
 TICKET_BYTES = 32
 MAX_FRAME_BYTES = 16 << 20  # of keys: half a million
 SUM_BYTES = 4
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """How many tensor-parallel ranks and stages has this mesh?"""
+
+    version: int
 
 
 class Find(Struct, frozen=True, tag="find"):
@@ -24,28 +33,34 @@ class Find(Struct, frozen=True, tag="find"):
 
 
 class Read(Struct, frozen=True, tag="read"):
-    """Send these pages."""
+    """Send these pages, as far as this tensor-parallel rank has heads of them."""
 
     ticket: bytes
     keys: bytes
+    tp_size: int
+    tp_rank: int
 
 
 class Put(Struct, frozen=True, tag="put"):
-    """Keep these pages, whose bytes follow, until somebody here asks for them."""
+    """Keep these pages, whose bytes follow, until somebody here asks for them: the heads that this tensor-parallel rank has of them."""
 
     version: int
     namespace: bytes
     ticket: bytes
     keys: bytes
+    tp_size: int
+    tp_rank: int
 
 
 class Done(Struct, frozen=True, tag="done"):
-    """Nobody reads what this ticket names any more."""
+    """This tensor-parallel rank reads nothing of this ticket any more."""
 
     ticket: bytes
+    tp_size: int
+    tp_rank: int
 
 
-Request = Find | Read | Put | Done
+Request = Hello | Find | Read | Put | Done
 
 
 class Reply(Struct, frozen=True, tag="reply", omit_defaults=True):
@@ -53,3 +68,5 @@ class Reply(Struct, frozen=True, tag="reply", omit_defaults=True):
 
     found: bytes = b""
     error: str = ""
+    tp_size: int = 0  # to Hello
+    pp_size: int = 0

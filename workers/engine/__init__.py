@@ -32,6 +32,8 @@ class EngineFacts(Struct, frozen=True):
     pool_kinds: tuple[PoolKind, ...] = ()  # that it gives vectors of ...
     pooled_bytes: int = 0  # ... and the length of one
     kv_specs: tuple[KVSpec, ...] = ()  # of each group of layers, which has a block table; none: one that keeps all
+    # key-value heads of each layer of the whole model, and bytes of one in a token's row; 0: a page is not rows of such heads
+    kv_heads: tuple[int, int] = (0, 0)
     attention_wave: int = 0  # tokens of a prompt whose attention over a long context fills the device once; 0: unknown
     max_draft_lines: int = NO_LIMIT  # of a step's rows with drafts: their drafts, and each row's known token
 

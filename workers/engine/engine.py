@@ -143,7 +143,7 @@ class ModelEngine:
         drafts = self.config.speculative.num_speculative_tokens
         facts = replace(facts, max_drafts=drafts, max_draft_lines=lines or self.rows.max_lines - rows or NO_LIMIT)
         facts = replace(facts, pool_kinds=tuple(PoolKind), pooled_bytes=4 * self._pooled_size(), kv_specs=specs)
-        self.facts = replace(facts, attention_wave=kit.attention_wave(self))
+        self.facts = replace(facts, attention_wave=kit.attention_wave(self), kv_heads=self.layout.heads)
 
     def _capture(self, report: ProgressReport) -> None:
         if self.together is not None:  # its graphs are captured when it has met the other ranks (join)

@@ -81,7 +81,7 @@ class FakeEngine:
         num_blocks = kv_capacity.num_blocks(config, budget, groups[0].page_bytes, specs, drafts)
         self.facts = EngineFacts(
             num_blocks, block_size, resolved.max_num_seqs, self._vocab_size, {"fake": "yes"}, drafts, tuple(PoolKind),
-            VECTOR_BYTES, specs,
+            VECTOR_BYTES, specs, (1, 8),  # all workers of a rank have the same KV
         )  # fmt: skip
         self._rows = FakeRows(resolved.max_num_seqs, resolved.max_model_len, block_size, len(specs))
         grammars, vector_len = Grammars(MaskProcess(resolved)), VECTOR_BYTES // 4

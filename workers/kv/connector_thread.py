@@ -124,8 +124,16 @@ class _Move(NamedTuple):
 class ConnectorThread:
     """Answers the messages that name one connector. `say` sends an answer, from any thread."""
 
-    def __init__(self, calls: ConnectorCalls, mover: Mover, page_bytes: int, say: Callable[[Struct], None]) -> None:
-        self._calls, self._mover, self._page_bytes, self._say = calls, mover, page_bytes, say
+    def __init__(
+        self,
+        calls: ConnectorCalls,
+        mover: Mover,
+        page_bytes: int,
+        say: Callable[[Struct], None],
+        end: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """end: called with the connector and a load's params behind its last page."""
+        self._calls, self._mover, self._page_bytes, self._say, self._end = calls, mover, page_bytes, say, end
         self._messages: queue.SimpleQueue[tuple[FindPages | MovePages | None, object] | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"messages of {calls.name}", daemon=True).start()
 
@@ -152,7 +160,9 @@ class ConnectorThread:
             if isinstance(message, FindPages):
                 self._say(self._found(message))
             else:
-                self._say(self._moved(_Move(message, ints(message.pages), _split(message.keys), after)))
+                self._say(moved := self._moved(_Move(message, ints(message.pages), _split(message.keys), after)))
+                if message.is_load and not moved.failed:
+                    self._end_of(message)
 
     def _found(self, find: FindPages) -> PagesFound:
         """A connector that fails has none of the keys."""
@@ -186,6 +196,15 @@ class ConnectorThread:
         duration_ns = time.monotonic_ns() - begin_ns
         of = move.message
         return PagesMoved(of.session, of.number, pack_i32(failed), num_bytes, duration_ns, message)
+
+    def _end_of(self, move: MovePages) -> None:
+        """Whoever kept the pages for this load need not any more; a lease ends it in any case."""
+        end = self._end
+        if end is not None:
+            try:
+                self._calls.call(lambda connector: end(connector, _params(move.params)))
+            except ConnectorFailed as error:
+                _log.warning("what was loaded is kept by its lease", reason=str(error))
 
     def _load(self, move: _Move, batch: range) -> tuple[list[int], str]:
         """The places that failed, and why the first did. ConnectorFailed: all did."""

@@ -97,7 +97,7 @@ class KVLayout:
         model_dtype: torch.dtype | None = None,
     ) -> None:
         """model: the whole of it. cache, model_dtype: what states need to know."""
-        self.dtype, self._local = dtype, shard.local(model)
+        self.dtype, self._model, self._local = dtype, model, shard.local(model)
         if model.audio_encoder is not None:
             length = model.audio_encoder.max_source_positions
             block_size = kv.block_size_with_cross_attention(block_size, model.num_hidden_layers, length, max_model_len)
@@ -142,6 +142,24 @@ class KVLayout:
             token = min(of_kind.values())
             used = {kind: token * kind.tokens_of_page(block_size) for kind in of_kind}
             self.waste = kv.waste(groups, used, self.page_bytes, max_model_len)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The key-value heads of every layer of the whole model, and the bytes of one in a token's row, where every page is rows of
+        such heads; else 0 twice: layers differ, or keep states, or share pages."""
+        found = set[tuple[int, int]]()
+        for layer, spec in kv.caches_of(self._model):
+            attention = self._model.layers[layer].attention
+            if isinstance(spec, kv.Latent):
+                found.add((1, spec.rank + spec.rotary + spec.index))
+            elif spec.fills == "attention" and attention is not None:
+                found.add((attention.num_key_value_heads, attention.head_dim))
+            else:
+                return 0, 0
+        if len(found) != 1 or set(self.shares) != {1}:
+            return 0, 0
+        ((count, width),) = found
+        return count, width * self.dtype.itemsize
 
     @staticmethod
     def _shape(layer: LayerSpec, spec: kv.KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:

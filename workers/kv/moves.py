@@ -7,8 +7,9 @@ threads.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,12 +22,15 @@ from meshlm.protocol.operations import OperationId
 from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.runtime.errors import ProcessFatal
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine import EngineFacts
 from meshlm.workers.kv.connector_thread import ConnectorCalls, ConnectorFailed, ConnectorThread, MakeConnector, maker_of
 from meshlm.workers.kv.connectors import Connector, Page
 from meshlm.workers.kv.mover import Copied, Copy, Mover
 from meshlm.workers.kv.pages import KVPages
+from meshlm.workers.kv.remote.connector import RemoteConnector
 from meshlm.workers.kv.remote.exchange import PageExchange
+from meshlm.workers.kv.remote.slices import PageShape
 
 LAYOUT = 1  # what a page's bytes are, of equal settings: whoever changes layout.py or the attention's order of numbers adds one
 
@@ -48,7 +52,11 @@ class PageMoves:
         self._pages = pages
         kv = config.kv_transfer
         self._namespace = namespace_of(config, facts, kv.fingerprint)
-        self._between = namespace_of(config, facts, kv.content_fingerprint)  # the same, for other meshes
+        shard = Shard.of_worker(config.parallel, worker)
+        self._shape = PageShape(pages.page_bytes, *facts.kv_heads, shard)
+        is_cut = self._shape.num_heads > 0  # other meshes may have another -tp
+        self._place_between = shard.pp_rank if is_cut else self._place
+        self._between = namespace_of(config, facts, kv.content_fingerprint, is_cut=is_cut)
         self._of_start = self._namespace, self._between
         self._mover = Mover(pages, fatal)
         options = json.loads(config.kv_transfer.connector_options)
@@ -57,24 +65,27 @@ class PageMoves:
         }
         self._exchange: PageExchange | None = None
         if (transfer := config.kv_transfer.transfer) is not None:
-            exchange = self._exchange = PageExchange(transfer, worker, pages.page_bytes, self._read, self._say)
-            exchange.rename(self._slice(self._between))
-            make = lambda *_: exchange.connector(self._place)  # noqa: E731
-            self._connectors[transfer.connector] = self._connector(transfer.connector, make, options)
+            exchange = self._exchange = PageExchange(transfer, worker, self._shape, self._read, self._say)
+            exchange.rename(_slice(self._between, self._place_between))
+            make = lambda *_: exchange.connector()  # noqa: E731
+            connector = self._connector(transfer.connector, make, options, RemoteConnector.end)
+            self._connectors[transfer.connector] = connector
 
-    def _connector(self, name: str, make: MakeConnector, options: dict[str, object]) -> ConnectorThread:
+    def _connector(
+        self,
+        name: str,
+        make: MakeConnector,
+        options: dict[str, object],
+        end: Callable[[Any, Mapping[str, Any]], None] | None = None,
+    ) -> ConnectorThread:
         def made() -> Connector:
-            return make(self._slice(self._namespace), self._pages.page_bytes, options)
+            return make(_slice(self._namespace, self._place), self._pages.page_bytes, options)
 
         try:
             calls = ConnectorCalls(name, made)
         except ConnectorFailed as error:
             raise ProcessFatal(f"--kv-transfer-config: {error}") from None
-        return ConnectorThread(calls, self._mover, self._pages.page_bytes, self._say)
-
-    def _slice(self, namespace: bytes) -> bytes:
-        """The namespace of this worker's slices of pages: those of others of its rank have other bytes."""
-        return digest(namespace + self._place.to_bytes(4, "little"))
+        return ConnectorThread(calls, self._mover, self._pages.page_bytes, self._say, end)
 
     def described(self, ready: WorkerReady) -> WorkerReady:
         """The same with what its scheduler has to know of its pages."""
@@ -150,7 +161,7 @@ class PageMoves:
         for connector in self._connectors.values():
             connector.remake()
         if self._exchange is not None:
-            self._exchange.rename(self._slice(self._between))
+            self._exchange.rename(_slice(self._between, self._place_between))
 
 
 class _Answer:
@@ -171,14 +182,20 @@ def digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:NAMESPACE_BYTES]
 
 
-def namespace_of(config: MeshConfig, facts: EngineFacts, fingerprint: str) -> bytes:
-    """What the bytes of a page mean, equal for all workers of a rank and for all ranks of the model with these settings."""
+def _slice(namespace: bytes, place: int) -> bytes:
+    """The namespace of one worker's slices of pages: those of others of its rank have other bytes."""
+    return digest(namespace + place.to_bytes(4, "little"))
+
+
+def namespace_of(config: MeshConfig, facts: EngineFacts, fingerprint: str, *, is_cut: bool = False) -> bytes:
+    """What the bytes of a page mean, equal for all workers of a rank and for all ranks of the model with these settings. is_cut:
+    whoever reads them says which heads, so that -tp does not matter."""
     parallel, cache = config.parallel, config.cache
     said = (
         LAYOUT,
         fingerprint,
         (cache.kv_cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype),
         (facts.block_size, facts.kv_specs),
-        (parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
+        (0 if is_cut else parallel.tensor_parallel_size, parallel.pipeline_parallel_size),
     )
     return digest(msgspec.json.encode(said))

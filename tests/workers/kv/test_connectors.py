@@ -104,6 +104,24 @@ def desk() -> Iterator[Desk]:
     made.close()
 
 
+def test_a_load_ends_once_behind_all_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another mesh keeps for it is not let go while it still reads; a load that failed leaves it to the lease."""
+    monkeypatch.setattr(connector_thread, "BATCH_BYTES", 2 * PAGE_BYTES)
+    kept, desk = Kept(), Desk(Kept())
+    kept.pages = {A: [bytes(PAGE_BYTES)], B: [bytes(PAGE_BYTES)], C: [bytes(PAGE_BYTES)]}
+
+    def end(connector: Kept, params: Mapping[str, Any]) -> None:
+        connector.calls.append(("end", len(params)))
+
+    calls = ConnectorCalls("kept", lambda: kept, 30.0)
+    desk.thread = ConnectorThread(calls, desk.mover, PAGE_BYTES, desk.said, end)
+    assert not desk.move([A, B, C], [4, 2, 7], is_load=True).failed
+    assert desk.move([A, b"d" * 32], [4, 2], is_load=True).failed
+    desk.find(A)
+    assert kept.calls == [("load", 2), ("load", 1), ("end", 0), ("load", 2), ("find", 1)]
+    desk.close()
+
+
 def test_what_was_saved_is_found_and_loaded(desk: Desk) -> None:
     before = [desk.page(nth) for nth in range(NUM_PAGES)]
     saved = desk.move([A, A, B], [4, 2, 7], is_load=False)

@@ -9,6 +9,7 @@ from meshlm.protocol.model import ModelSpec
 from meshlm.workers.batch import LayerCache
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.kv.layout import KVLayout
+from meshlm.workers.kv.remote.slices import PageShape
 from meshlm.workers.memory import make_caches
 
 BLOCK, PAGES = 4, 5
@@ -26,6 +27,37 @@ def model(kv_heads: int, head_dim: int) -> ModelSpec:
     )
     full = [not slides for slides in KINDS]
     return with_attention(spec, full, num_key_value_heads=kv_heads, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2), Shard(3, 4), Shard(0, 2, 1, 2)])
+def test_pages_are_rows_of_heads_where_all_layers_have_the_same(shard: Shard) -> None:
+    """What a worker of a part of the heads has of a page is what a worker of all has, cut."""
+    spec = spec_of(num_hidden_layers=4, num_attention_heads=12, num_key_value_heads=4, head_dim=8, sliding_window=8)
+    whole, own = (KVLayout(spec, BLOCK, 4096, torch.float32, one) for one in (WHOLE, shard))
+    assert own.heads == whole.heads == (4, 32)
+    assert own.page_bytes * shard.size == whole.page_bytes
+    if shard.pp_size == 1:
+        dice = torch.Generator().manual_seed(0)
+        tensors = [
+            torch.randint(256, whole.shape(PAGES), generator=dice, dtype=torch.uint8) for _ in range(whole.num_tensors)
+        ]
+        shape = PageShape(whole.page_bytes, *whole.heads, WHOLE)
+        page = torch.cat([half[3] for tensor in tensors for half in tensor]).numpy()
+        heads = range(*shard.kv_heads(4))
+        cut = torch.from_numpy(shape.cut(page, heads)).view(own.num_tensors, 2, own.shape(1)[2])
+        parts = [torch.zeros(own.shape(PAGES), dtype=torch.uint8) for _ in range(own.num_tensors)]
+        for part, halves in zip(parts, cut):
+            part[:, 3] = halves
+        nothing = [(1.0, 1.0)] * 4
+        for mine, all_of_it in zip(own.caches(parts, nothing), whole.caches(tensors, nothing), strict=True):
+            for of_mine, of_all in ((mine.keys, all_of_it.keys), (mine.values, all_of_it.values)):
+                wanted = of_all[3][:, heads.start : heads.stop].contiguous()
+                assert torch.equal(of_mine[3].view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_pages_of_unequal_layers_are_not_cut() -> None:
+    assert KVLayout(model(2, 16), BLOCK, 4096, torch.float32).heads == (0, 0)
+    assert KVLayout(model(4, 8), BLOCK, 4096, torch.float32).heads == (4, 32)
 
 
 @pytest.mark.parametrize("heads", [(1, 16), (4, 16), (3, 16), (2, 16), (12, 16)])

@@ -249,6 +249,13 @@ def test_a_namespace_differs_by_all_that_decides_bytes_and_by_nothing_else() -> 
     found = [namespace_of(*change(config, facts)) for change in CHANGES.values()]
     assert len({same, *found}) == 1 + len(CHANGES)
     assert len(same) == 16
+    tp = CHANGES["ranks"](config, facts)
+    cut = namespace_of(config, facts, "f", is_cut=True)
+    assert cut == namespace_of(*tp, is_cut=True) != same
+    others_cut = [
+        namespace_of(*change(config, facts), is_cut=True) for name, change in CHANGES.items() if name != "ranks"
+    ]
+    assert len({cut, *others_cut}) == len(CHANGES)
 
 
 def test_a_path_in_the_worker_s_name_is_this_process_s(tmp_path: Path) -> None:

@@ -11,12 +11,17 @@ import pytest
 
 from meshlm.protocol.edges.kv import KEY_BYTES, NAMESPACE_BYTES
 from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Find, Put, Read
+from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.kv.connectors import Page
+from meshlm.workers.kv.remote import connector as connector_module
 from meshlm.workers.kv.remote.connector import RemoteConnector
 from meshlm.workers.kv.remote.frames import Broken, receive_reply, send, send_page
-from meshlm.workers.kv.remote.server import Held, PageServer
+from meshlm.workers.kv.remote.server import PageServer
+from meshlm.workers.kv.remote.slices import PageShape
+from meshlm.workers.kv.remote.tickets import Held
 
 PAGE = 1000
+WHOLE = PageShape(PAGE)
 NAMESPACE = b"n" * NAMESPACE_BYTES
 TICKET = b"t" * TICKET_BYTES
 SOON = 20.0
@@ -25,14 +30,15 @@ SOON = 20.0
 class Mesh:
     """One worker with a cache of ten pages."""
 
-    def __init__(self, buffer_bytes: int = 4 * PAGE) -> None:
-        self.cache = np.random.default_rng(len(MESHES)).integers(0, 256, (10, PAGE), np.uint8)
+    def __init__(self, buffer_bytes: int = 4 * PAGE, shape: PageShape = WHOLE) -> None:
+        self.shape = shape
+        self.cache = np.random.default_rng(len(MESHES)).integers(0, 256, (10, shape.page_bytes), np.uint8)
         self.taken: list[tuple[int, int]] = []
         listener = socket.create_server(("127.0.0.1", 0))
-        self.server = PageServer(listener, PAGE, self.read, lambda *told: self.taken.append(told), buffer_bytes)
+        self.server = PageServer(listener, shape, self.read, lambda *told: self.taken.append(told), buffer_bytes)
         self.server.namespace = NAMESPACE
         self.session = 3
-        self.connector = RemoteConnector(self.server, 0)
+        self.connector = RemoteConnector(self.server)
         MESHES.append(self)
 
     def read(self, session: int, pages: Sequence[int], deadline_ns: int) -> Sequence[Page]:
@@ -74,6 +80,8 @@ def test_leased_pages_are_read_by_their_ticket() -> None:
     assert list(d.connector.load([key(1), key(2), key(2), key(9)], pages, params)) == [True, True, True, False]
     for page, number in zip(pages, (3, 5, 6), strict=False):
         assert (page == p.cache[number]).all()
+    assert not p.taken
+    d.connector.end(params)
     assert p.taken == [(3, 7)]
     assert list(d.connector.find([key(1)], params | {})) == [False]  # it was done with
 
@@ -139,9 +147,9 @@ def test_the_buffer_keeps_the_newest_and_is_bounded() -> None:
 def test_pages_that_are_being_sent_are_bounded_together() -> None:
     d = Mesh(buffer_bytes=2 * PAGE)
     with socket.create_connection(d.server.address) as slow, socket.create_connection(d.server.address) as other:
-        send(slow, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2)))
+        send(slow, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2), 1, 0))
         assert not receive_reply(slow).error
-        send(other, Put(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(3)))
+        send(other, Put(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(3), 1, 0))
         assert "kv_buffer_size" in receive_reply(other).error
         for page in d.cache[:2]:
             send_page(slow, page)
@@ -152,7 +160,7 @@ def test_pages_that_are_being_sent_are_bounded_together() -> None:
 def test_a_page_with_a_wrong_sum_is_not_there() -> None:
     d = Mesh()
     with socket.create_connection(d.server.address) as connection:
-        send(connection, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2)))
+        send(connection, Put(VERSION, NAMESPACE, TICKET, key(1) + key(2), 1, 0))
         receive_reply(connection)
         connection.sendall(b"x" * PAGE + b"\0\0\0\0")
         send_page(connection, d.cache[2])
@@ -178,7 +186,10 @@ def test_whoever_knows_no_ticket_reads_nothing() -> None:
     p = Mesh()
     p.leave({key(1): [3]})
     with socket.create_connection(p.server.address) as connection:
-        for ask in (Find(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(1), 0.0), Read(b"u" * TICKET_BYTES, key(1))):
+        for ask in (
+            Find(VERSION, NAMESPACE, b"u" * TICKET_BYTES, key(1), 0.0),
+            Read(b"u" * TICKET_BYTES, key(1), 1, 0),
+        ):
             send(connection, ask)
             assert not any(receive_reply(connection).found)
 
@@ -203,8 +214,118 @@ def test_a_ticket_that_is_none_is_named(params: dict[str, Any]) -> None:
 
 
 def test_a_worker_that_the_other_rank_has_not() -> None:
-    p, d = Mesh(), Mesh()
+    p, d = Mesh(), Mesh(shape=PageShape(PAGE, 0, 0, Shard(0, 1, 1, 2)))
     params = p.leave({key(1): [3]})
-    other = RemoteConnector(d.server, 2)
+    with pytest.raises(Broken, match="-pp is 1 there and 2 here"):
+        d.connector.find([key(1)], params)
+    p = Mesh(shape=PageShape(PAGE, 0, 0, Shard(0, 1, 0, 2)))
+    params = p.leave({key(1): [3]})
     with pytest.raises(ValueError, match="remote_ports"):
-        other.find([key(1)], {**params, "remote_ports": [params["remote_port"]]})
+        d.connector.find([key(1)], {**params, "remote_ports": [params["remote_port"]]})
+
+
+def test_another_tp_is_refused_by_name_where_pages_are_not_cut() -> None:
+    p, d = Mesh(), Mesh(shape=PageShape(PAGE // 2, 0, 0, Shard(1, 2)))
+    with pytest.raises(Broken, match="-tp is 1 there and 2 here, and pages of this model"):
+        d.connector.find([key(1)], p.leave({key(1): [3]}))
+
+
+HEADS, HEAD_BYTES, ROWS = 4, 6, 10
+
+
+def group(tp_size: int, heads: int = HEADS, **options: int) -> list[Mesh]:
+    """The workers of a mesh, whose pages hold together what those of one worker would: each its heads."""
+    whole = np.random.default_rng(tp_size).integers(0, 256, (10, ROWS, heads, HEAD_BYTES), np.uint8)
+    found = list[Mesh]()
+    for rank in range(tp_size):
+        own = range(*Shard(rank, tp_size).kv_heads(heads))
+        mesh = Mesh(shape=PageShape(ROWS * len(own) * HEAD_BYTES, heads, HEAD_BYTES, Shard(rank, tp_size)), **options)
+        mesh.cache = whole[:, :, own.start : own.stop].reshape(10, -1).copy()
+        found.append(mesh)
+    return found
+
+
+def whole_of(pages: list[Page], heads: int = HEADS) -> Page:
+    """What pages of all workers hold together, as pages of one would; what several have is equal."""
+    found = np.zeros((ROWS, heads, HEAD_BYTES), np.uint8)
+    for rank, page in enumerate(pages):
+        own = range(*Shard(rank, len(pages)).kv_heads(heads))
+        rows = page.reshape(ROWS, -1, HEAD_BYTES)
+        found[:, own.start : own.stop] = rows
+        assert (found[:, own.start : own.stop] == rows).all()
+    return found
+
+
+SIZES = [(1, 2), (2, 1), (4, 1), (1, 4), (2, 4), (4, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("heads", [HEADS, 2, 1])
+@pytest.mark.parametrize(("theirs", "ours"), SIZES)
+def test_pages_are_read_across_another_tp(theirs: int, ours: int, heads: int) -> None:
+    """Whatever heads each side has; the lease ends with the last that read."""
+    there, here = group(theirs, heads), group(ours, heads)
+    params, *_ = [mesh.leave({key(1): [3], key(2): [5, 6]}) for mesh in there]
+    params["remote_ports"] = [mesh.server.address[1] for mesh in there]
+    keys, loaded = [key(1), key(2), key(2), key(9)], list[list[Page]]()
+    for nth, mesh in enumerate(here):
+        assert list(mesh.connector.find([key(1), key(9), key(2)], params)) == [True, False, True]
+        pages = [np.zeros(mesh.shape.page_bytes, np.uint8) for _ in keys]
+        assert list(mesh.connector.load(keys, pages, params)) == [True, True, True, False]
+        mesh.connector.end(params)
+        loaded.append(pages)
+        is_over = nth == ours - 1
+        assert is_over or not all(one.taken for one in there)
+    for nth, number in enumerate((3, 5, 6)):
+        wanted = whole_of([mesh.cache[number] for mesh in there], heads)
+        assert (whole_of([pages[nth] for pages in loaded], heads) == wanted).all()
+    readers = {holder for mesh in here for holder in mesh.shape.taken_from(theirs)}
+    assert [one.taken for one in there] == [[(3, 7)] if nth in readers else [] for nth in range(theirs)]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), SIZES)
+def test_pages_are_sent_across_another_tp(theirs: int, ours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there once all that have heads of them have sent."""
+    there, here = group(theirs), group(ours)
+    ports = [mesh.server.address[1] for mesh in here]
+    real = connector_module._address
+    monkeypatch.setattr(
+        connector_module,
+        "_address",
+        lambda params, worker: ("127.0.0.1", ports[worker]) if "remote_port" in params else real(params, worker),
+    )
+    params = {"ticket": TICKET.hex(), "push_host": "127.0.0.1", "push_port": ports[0]}
+    for nth, mesh in enumerate(there):
+        held = [one.server.tickets.find(TICKET) for one in here]
+        assert not all(held), f"{nth} of {theirs} have sent"
+        mesh.connector.push([key(1), key(2)], [mesh.cache[1], mesh.cache[2]], params)
+    found = list[Page]()
+    for mesh in here:
+        page = np.zeros(mesh.shape.page_bytes, np.uint8)
+        assert list(mesh.connector.load([key(2)], [page], params)) == [True]
+        found.append(page)
+        assert len(mesh.server.tickets._held) == 1
+    assert (whole_of(found) == whole_of([mesh.cache[2] for mesh in there])).all()
+
+
+def test_what_one_of_two_has_not_sent_is_not_there_and_makes_room() -> None:
+    (d,), (p, _) = group(1, buffer_bytes=2 * ROWS * HEADS * HEAD_BYTES), group(2)
+    host, port = d.server.address
+    for number in range(6):
+        params = {"ticket": (bytes([number]) * TICKET_BYTES).hex(), "push_host": host, "push_port": port}
+        p.connector.push([key(number)], [p.cache[number]], params)
+        assert d.server.tickets.find(bytes([number]) * TICKET_BYTES) is None
+    assert len(d.server.tickets._held) == 2
+
+
+@pytest.mark.parametrize("place", [(0, 0), (-1, 0), (2, 2), (2, -1), (1 << 40, 0)])
+def test_ranks_that_are_not_there_end_their_own_connection(place: tuple[int, int]) -> None:
+    p = group(2)[0]
+    params = p.leave({key(1): [3]})
+    with socket.create_connection(p.server.address) as connection:
+        send(connection, Read(TICKET, key(1), *place))
+        with pytest.raises(Broken):
+            receive_reply(connection)
+    with socket.create_connection(p.server.address) as connection:
+        send(connection, Put(VERSION, NAMESPACE, TICKET, key(1), *place))
+        assert "no heads of this worker" in receive_reply(connection).error
+    assert list(Mesh(shape=p.shape).connector.find([key(1)], params)) == [True]

@@ -21,7 +21,9 @@ from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.kv.connectors import Page
 from meshlm.workers.kv.remote.connector import RemoteConnector
 from meshlm.workers.kv.remote.frames import Broken
-from meshlm.workers.kv.remote.server import Held, PageServer, ReadPages
+from meshlm.workers.kv.remote.server import PageServer, ReadPages
+from meshlm.workers.kv.remote.slices import PageShape
+from meshlm.workers.kv.remote.tickets import Held
 
 PING_S = 3.0  # as vLLM's
 _log = structlog.get_logger()
@@ -31,16 +33,16 @@ class PageExchange:
     """`say` sends a message to the scheduler, from any thread."""
 
     def __init__(
-        self, transfer: PageTransfer, worker: int, page_bytes: int, read: ReadPages, say: Callable[[PagesTaken], None]
+        self, transfer: PageTransfer, worker: int, shape: PageShape, read: ReadPages, say: Callable[[PagesTaken], None]
     ) -> None:
         """worker: its number in the mesh, which its port is counted by. ProcessFatal where the address cannot be had."""
-        self._transfer, self._worker, self._read, self._say = transfer, worker, read, say
+        self._transfer, self._read, self._say = transfer, read, say
         port = transfer.port + worker if transfer.port else 0
         try:
             listener = socket.create_server((transfer.host, port))
         except (OSError, OverflowError) as error:
             raise ProcessFatal(f"--kv-transfer-config: kv_ip {transfer.host}, port {port}: {error}") from None
-        self.server = PageServer(listener, page_bytes, read, self._taken, transfer.buffer_bytes)
+        self.server = PageServer(listener, shape, read, self._taken, transfer.buffer_bytes)
         self._prompts: queue.SimpleQueue[tuple[bytes, Held, Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         threading.Thread(target=self._send_prompts, name="prompts to other meshes", daemon=True).start()
@@ -57,9 +59,9 @@ class PageExchange:
         self.server.namespace = namespace
         self.server.tickets.clear()
 
-    def connector(self, place: int) -> RemoteConnector:
-        """What this worker reads other meshes' pages with. place: its own in its rank."""
-        return RemoteConnector(self.server, place)
+    def connector(self) -> RemoteConnector:
+        """What this worker reads other meshes' pages with."""
+        return RemoteConnector(self.server)
 
     def leave(self, left: LeavePages) -> None:
         """Other meshes may read these pages; whom the request names is sent them."""
@@ -89,7 +91,7 @@ class PageExchange:
     # --- threads of its own ---
 
     def _send_prompts(self) -> None:
-        sender = RemoteConnector(self.server, self._worker)
+        sender = RemoteConnector(self.server)
         while (prompt := self._prompts.get()) is not None:
             ticket, held, params = prompt
             numbers = [(key, page) for key, pages in held.places.items() for page in pages if isinstance(page, int)]

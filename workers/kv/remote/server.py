@@ -7,21 +7,21 @@ which is earlier than the end of their lease.
 
 import socket
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from meshlm.protocol.edges.kv import NAMESPACE_BYTES
-from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Done, Find, Put, Read, Reply
+from meshlm.protocol.remote_pages import TICKET_BYTES, VERSION, Done, Find, Hello, Put, Read, Reply, Request
 from meshlm.workers.kv.connectors import Page
 from meshlm.workers.kv.remote.frames import Broken, receive_page, receive_request, send, send_page, split
+from meshlm.workers.kv.remote.slices import PageShape
+from meshlm.workers.kv.remote.tickets import Held, Tickets
 
 IDLE_S = 60.0  # a connection that says nothing for so long is closed
 MAX_CONNECTIONS = 256
 MAX_WAIT_S = 30.0
+MAX_RANKS = 1024  # of another mesh
 AT_ONCE_BYTES = 16 << 20  # of pages that are read from the KV cache at once
 ReadPages = Callable[[int, Sequence[int], int], Sequence[Page]]
 """Pages of the KV cache, of a session, until a deadline (monotonic, ns; 0: none). Fewer than were asked for: the rest is nobody's."""
@@ -33,14 +33,15 @@ class PageServer:
     def __init__(
         self,
         listener: socket.socket,
-        page_bytes: int,
+        shape: PageShape,
         read: "ReadPages",
         taken: Callable[[int, int], None],
         buffer_bytes: int = 0,
     ) -> None:
         self.namespace = b""  # set before the first ticket
-        self.tickets = Tickets(page_bytes, buffer_bytes)
-        self._listener, self._page_bytes, self._read, self._taken = listener, page_bytes, read, taken
+        self.shape = shape
+        self.tickets = Tickets(shape.page_bytes, buffer_bytes)
+        self._listener, self._read, self._taken = listener, read, taken
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         listener.listen()
         threading.Thread(target=self._accept, name="page server", daemon=True).start()
@@ -78,25 +79,39 @@ class PageServer:
         finally:
             self._connections.release()
 
-    def _answer(self, connection: socket.socket, request: Find | Read | Put | Done) -> None:
+    def _answer(self, connection: socket.socket, request: Request) -> None:
         match request:
+            case Hello():
+                shard = self.shape.shard
+                send(connection, Reply(error=_of_version(request), tp_size=shard.tp_size, pp_size=shard.pp_size))
             case Find():
                 send(connection, self._found(request))
-            case Read(ticket=ticket, keys=keys):
-                self._send_pages(connection, ticket, split(keys))
+            case Read():
+                self._send_pages(connection, request)
             case Put():
                 self._keep(connection, request)
-            case Done(ticket=ticket):
-                if (held := self.tickets.end(ticket)) is not None and held.number >= 0:
+            case Done():
+                readers = self._readers(request).keys()
+                held = self.tickets.done(request.ticket, request.tp_rank, readers)
+                if held is not None and held.number >= 0:
                     self._taken(held.session, held.number)
                 send(connection, Reply())
 
+    def _readers(self, request: Read | Done) -> dict[int, range]:
+        """The ranks of that mesh that read here, and which heads. Broken where this one is none of them."""
+        size = request.tp_size
+        if 0 < size <= MAX_RANKS and not self.shape.why_not(size, self.shape.shard.pp_size):
+            readers = self.shape.given_to(size)
+            if request.tp_rank in readers:
+                return readers
+        raise Broken(f"rank {request.tp_rank} of {size} has no heads here")
+
     def _refusal(self, request: Find | Put) -> str:
-        if request.version != VERSION:
-            return f"version {request.version} of the protocol, and this is {VERSION}"
+        if error := _of_version(request):
+            return error
         if request.namespace != self.namespace:
             return "another model, other weights, or another layout of the KV cache"
-        if len(request.ticket) > TICKET_BYTES or len(request.namespace) != NAMESPACE_BYTES:
+        if len(request.ticket) != TICKET_BYTES or len(request.namespace) != NAMESPACE_BYTES:
             return "no ticket"
         return ""
 
@@ -107,15 +122,16 @@ class PageServer:
         held = self.tickets.wait(find.ticket, max(0.0, min(find.wait_s, MAX_WAIT_S)))
         return Reply(bytes(held is not None and key in held.places for key in keys))
 
-    def _send_pages(self, connection: socket.socket, ticket: bytes, keys: list[bytes]) -> None:
-        held = self.tickets.find(ticket)
+    def _send_pages(self, connection: socket.socket, read: Read) -> None:
+        heads, keys = self._readers(read)[read.tp_rank], split(read.keys)
+        held = self.tickets.find(read.ticket)
         places = held.of(keys) if held is not None else [None] * len(keys)
         send(connection, Reply(bytes(place is not None for place in places)))
         there = [place for place in places if place is not None]
-        at_once = max(1, AT_ONCE_BYTES // self._page_bytes)
+        at_once = max(1, AT_ONCE_BYTES // self.shape.page_bytes)
         for at in range(0, len(there), at_once):
             for page in self._pages(held, there[at : at + at_once]):
-                send_page(connection, page)
+                send_page(connection, self.shape.cut(page, heads))
 
     def _pages(self, held: "Held | None", places: "list[int | Page]") -> Iterator[Page]:
         """Broken where the lease has ended."""
@@ -130,127 +146,65 @@ class PageServer:
 
     def _keep(self, connection: socket.socket, put: Put) -> None:
         keys = split(put.keys)
-        error = self._refusal(put)
-        if not error and not keys:
-            error = "no pages"
-        if not error and not self.tickets.receive(len(keys)):
+        error = self._refusal(put) or ("" if keys else "no pages")
+        heads = None if error else self._senders(put).get(put.tp_rank)
+        if not error and heads is None:
+            error = f"rank {put.tp_rank} of {put.tp_size} has no heads of this worker"
+        count = 0 if heads is None else -(-len(keys) * len(heads) // len(self.shape.heads))  # in whole pages
+        if not error and not self.tickets.receive(count):
             error = f"{len(keys)} pages are more than the buffer has room for (kv_buffer_size)"
-        if error:
+        if error or heads is None:
             send(connection, Reply(error=error))
             return
         try:
-            self._receive(connection, put, keys)
+            send(connection, Reply())
+            pages: dict[bytes, list[int | Page]] = {}
+            for key in keys:
+                page = np.empty(self.shape.piece_bytes(heads), np.uint8)
+                if receive_page(connection, page):
+                    pages.setdefault(key, []).append(page)
+            self._received(put, pages, count)
+            send(connection, Reply())
         finally:
-            self.tickets.received(len(keys))
+            self.tickets.received(count)
 
-    def _receive(self, connection: socket.socket, put: Put, keys: list[bytes]) -> None:
-        send(connection, Reply())
-        pages: dict[bytes, list[int | Page]] = {}
-        for key in keys:
-            page = np.empty(self._page_bytes, np.uint8)
-            if receive_page(connection, page):
-                pages.setdefault(key, []).append(page)
-        self.tickets.keep(put.ticket, pages, len(keys))
-        send(connection, Reply())
+    def _senders(self, put: Put) -> dict[int, range]:
+        """The ranks of that mesh that send to this worker, and which heads."""
+        size = put.tp_size
+        is_known = 0 < size <= MAX_RANKS and not self.shape.why_not(size, self.shape.shard.pp_size)
+        return self.shape.taken_from(size) if is_known else {}
 
+    def _received(self, put: Put, pages: dict[bytes, list[int | Page]], count: int) -> None:
+        """Pages are there once all ranks that have heads of them have sent theirs."""
+        senders = self._senders(put)
+        if len(senders) == 1:
+            self.tickets.keep(put.ticket, pages, count)
+            return
+        with self.tickets.lock:
+            names = {sender: put.ticket + sender.to_bytes(2, "big") for sender in senders}  # no ticket is as long
+            self.tickets.keep(names[put.tp_rank], pages, count)
+            found = {senders[sender]: self.tickets.find(name) for sender, name in names.items()}
+            sent = {heads: held for heads, held in found.items() if held is not None}
+            if len(sent) == len(senders):
+                for name in names.values():
+                    self.tickets.end(name)
+                whole = {key: self._joined(sent, key) for key in pages}
+                self.tickets.keep(put.ticket, whole, sum(map(len, whole.values())))
 
-@dataclass(slots=True, eq=False)
-class Held:
-    """What a ticket names. places: numbers of pages of the KV cache, or pages themselves, of one kind all. session, number: the
-    scheduler's; -1: it has none."""
-
-    places: dict[bytes, list[int | Page]]
-    deadline_ns: int = 0  # monotonic; 0: none
-    session: int = 0
-    number: int = -1
-    num_kept: int = 0  # pages in the buffer
-
-    def of(self, keys: Sequence[bytes]) -> list[int | Page | None]:
-        """The place of each entry; a key stands as often as it has pages."""
-        seen: dict[bytes, int] = {}
-        found: list[int | Page | None] = []
-        for key in keys:
-            nth = seen[key] = seen.get(key, -1) + 1
-            places = self.places.get(key, [])
-            found.append(places[nth] if nth < len(places) else None)
+    def _joined(self, sent: dict[range, Held], key: bytes) -> list[int | Page]:
+        """The pages of a key, each of what all have sent of it; none where one has not."""
+        found = list[int | Page]()
+        for pieces in zip(*(held.places.get(key, []) for held in sent.values()), strict=False):
+            page = np.empty(self.shape.page_bytes, np.uint8)
+            for heads, piece in zip(sent, pieces, strict=True):
+                assert not isinstance(piece, int)
+                self.shape.fill(page, heads, piece)
+            found.append(page)
         return found
 
 
-class Tickets:
-    """The tickets of one worker, in the order of their coming; every thread's. `buffer_bytes`: what others may send, at most."""
-
-    def __init__(self, page_bytes: int, buffer_bytes: int) -> None:
-        self.lock = threading.RLock()
-        self._come = threading.Condition(self.lock)
-        self._held: OrderedDict[bytes, Held] = OrderedDict()
-        self._room = buffer_bytes // page_bytes if page_bytes else 0
-        self._num_kept = self._num_coming = 0
-
-    def leave(self, ticket: bytes, held: "Held") -> None:
-        """The scheduler has leased these pages."""
-        with self._come:
-            self._add(ticket, held)
-
-    def keep(self, ticket: bytes, pages: dict[bytes, list[int | Page]], count: int) -> None:
-        """Pages that another mesh has sent; those that came first go where there is no room."""
-        with self._come:
-            while self._num_kept + count > self._room:
-                oldest = next(one for one, held in self._held.items() if held.num_kept)
-                self._remove(oldest)
-            self._num_kept += count
-            self._add(ticket, Held(pages, num_kept=count))
-
-    def receive(self, count: int) -> bool:
-        """Whether so many pages may be sent now; all that are being sent are no more than the buffer holds."""
-        with self.lock:
-            may = self._num_coming + count <= self._room
-            self._num_coming += count * may
-            return may
-
-    def received(self, count: int) -> None:
-        """They are here, or do not come."""
-        with self.lock:
-            self._num_coming -= count
-
-    def wait(self, ticket: bytes, limit_s: float) -> Held | None:
-        """What the ticket names, once it comes."""
-        with self._come:
-            self._come.wait_for(lambda: ticket in self._held, limit_s)
-            return self.find(ticket)
-
-    def find(self, ticket: bytes) -> Held | None:
-        with self.lock:
-            held = self._held.get(ticket)
-            if held is not None and 0 < held.deadline_ns <= time.monotonic_ns():
-                self._remove(ticket)
-                return None
-            return held
-
-    def end(self, ticket: bytes) -> "Held | None":
-        """What a ticket named that is done with."""
-        with self.lock:
-            held = self._held.get(ticket)
-            if held is not None:
-                self._remove(ticket)
-            return held
-
-    def reset(self) -> None:
-        """The pages of the KV cache are nobody's any more; what others have sent stays."""
-        with self.lock:
-            for ticket in [one for one, held in self._held.items() if not held.num_kept]:
-                self._remove(ticket)
-
-    def clear(self) -> None:
-        """Nothing is there any more."""
-        with self.lock:
-            self._held.clear()
-            self._num_kept = 0
-
-    def _add(self, ticket: bytes, held: Held) -> None:
-        if ticket in self._held:
-            self._remove(ticket)
-        self._held[ticket] = held
-        self._come.notify_all()
-
-    def _remove(self, ticket: bytes) -> None:
-        self._num_kept -= self._held.pop(ticket).num_kept
+def _of_version(request: Hello | Find | Put) -> str:
+    """Why a request is not understood; empty: it is."""
+    if request.version != VERSION:
+        return f"version {request.version} of the protocol, and this is {VERSION}"
+    return ""
