@@ -147,19 +147,14 @@ class KVLayout:
     def heads(self) -> tuple[int, int]:
         """The key-value heads of every layer of the whole model, and the bytes of one in a token's row, where every page is rows of
         such heads; else 0 twice: layers differ, or keep states, or share pages."""
-        found = set[tuple[int, int]]()
-        for layer, spec in kv.caches_of(self._model):
-            attention = self._model.layers[layer].attention
-            if isinstance(spec, kv.Latent):
-                found.add((1, spec.rank + spec.rotary + spec.index))
-            elif spec.fills == "attention" and attention is not None:
-                found.add((attention.num_key_value_heads, attention.head_dim))
-            else:
-                return 0, 0
+        caches = [(self._model.layers[layer], spec) for layer, spec in kv.caches_of(self._model)]
+        if any(spec.fills != "attention" for _, spec in caches):
+            return 0, 0
+        found = {self._shape(layer, spec, 1, self.block_size)[-2:] for layer, spec in caches}
         if len(found) != 1 or set(self.shares) != {1}:
             return 0, 0
-        ((count, width),) = found
-        return count, width * self.dtype.itemsize
+        ((count, size),) = found
+        return count, size * self.dtype.itemsize
 
     @staticmethod
     def _shape(layer: LayerSpec, spec: kv.KVSpec, num_pages: int, block_size: int) -> tuple[int, ...]:
