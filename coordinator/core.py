@@ -52,6 +52,7 @@ class Coordinator:
         num_prefill_ranks: int = 0,
         weights: WeightsVersion | None = None,
         adapters_kept: int = 1,
+        received: str = "",
     ) -> None:
         self.max_waiting, self.num_ranks, self.first_rank = max_waiting, num_ranks, first_rank
         self.members: dict[Identity, control.Member] = {}
@@ -63,7 +64,7 @@ class Coordinator:
         self.moving = Moves(self.router)
         self.sleeping: dict[Identity, Sleeping] = {}  # the ranks' workers, also while their schedulers are not there
         self.sleep_mode = sleep_mode
-        self.weights = Weights(weights or WeightsVersion(), partial(self._ask, COORDINATOR))
+        self.weights = Weights(weights or WeightsVersion(), partial(self._ask, COORDINATOR), self.ranks, received)
         self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, self.weights, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
@@ -306,8 +307,9 @@ class Coordinator:
             self.router.drop(self.ranks[before], work.request_id)
             others: Iterable[Identity] = (before,)
         else:
-            # Routed by an earlier incarnation of this process, maybe: every rank is told.
-            others = self.ranks if work.attempt and not nowhere else ()
+            others = (
+                self.ranks if work.attempt and not nowhere else ()
+            )  # an earlier incarnation of ours may have routed it
         abort = edge.AbortRequests((work.request_id,))
         return [Send(other, abort) for other in others if other != rank.identity]
 

@@ -14,7 +14,7 @@ from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
-from meshlm.runtime.model_files import manifest
+from meshlm.runtime.model_files import manifest, received
 from meshlm.runtime.process import in_hand
 from meshlm.runtime.process.events import PeerLost, Received, Tick
 from meshlm.runtime.process.process import App
@@ -48,6 +48,7 @@ class CoordinatorApp(App):
             config.kv_transfer.num_prefill_ranks,
             self._weights,
             config.adapters.num_kept,
+            str(received.folder_of(run_dir)) if config.worker.receives_weights else "",
         )
         self._tick()
         return {}

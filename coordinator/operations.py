@@ -85,6 +85,9 @@ class Operations:
         asked = self._asked.get(done.id)
         if asked is None or rank not in asked.answers:
             return []
+        if done.error and isinstance(asked.operation.action, edge.OnlyOnce):  # the others wait for what will not come
+            del self._asked[done.id]
+            return [Send(asked.asker, done)]
         asked.answers[rank] = asked.answers[rank] or done
         return self._over(done.id, asked)
 

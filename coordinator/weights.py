@@ -7,7 +7,10 @@ with it. If a rank cannot take it all the same, the weights before become the ne
 A rank that says of itself that it has another version gets no requests and is asked to take the mesh's. One that has a newer one than
 was ever heard of, by a call into its workers, gives it to the mesh: the others cannot read it, and say so.
 
-A trainer may take its time between the halves (BeginUpdate, StageWeights, FinishUpdate). Others are refused meanwhile.
+A trainer may take its time between the halves (BeginUpdate, StageWeights, FinishUpdate). Others are refused meanwhile. One that sends
+tensors (StageTensors, as often as it takes) has them received into a folder in the host's memory, by workers that go on with their
+steps; FinishUpdate has all workers check that folder, and then take it, as any other. The first worker that fails or dies while tensors
+come ends that for all.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +35,9 @@ class _Trainer(Struct):
     """Whoever began an update, and what it has staged."""
 
     since: float
+    folder: str  # of the tensors that are sent
     staged: tuple[str, str] | None = None  # source and digest
+    num_received: int = 0  # files in the folder
 
 
 class _Update(Struct):
@@ -45,11 +50,18 @@ class _Update(Struct):
 
 
 class Weights:
-    """`current` is the mesh's version; `ask` asks all ranks for an operation, whose answer comes to `heard`."""
+    """`current` is the mesh's version; `ask` asks all ranks for an operation, whose answer comes to `heard`; `ranks` are those
+    that are there. received: a folder in the host's memory, for tensors that are sent."""
 
-    def __init__(self, current: WeightsVersion, ask: Callable[[Operation, float], list[Send]]) -> None:
+    def __init__(
+        self,
+        current: WeightsVersion,
+        ask: Callable[[Operation, float], list[Send]],
+        ranks: Mapping[Identity, Rank],
+        received: str = "",
+    ) -> None:
         self.current = current
-        self._ask = ask
+        self._ask, self._ranks, self._received = ask, ranks, received
         self._start = current.source
         self._highest = current.number
         self._trainer: _Trainer | None = None
@@ -60,13 +72,18 @@ class Weights:
     def updating(self) -> str:
         """What is being done, in words; empty: nothing."""
         if self._update is not None:
-            return f"{'checking' if self._update.before is None else 'taking'} weights of {self._update.source}"
+            doing = "receiving" if self._receives else "checking" if self._update.before is None else "taking"
+            return f"{doing} weights of {self._update.source}"
         return "a trainer updates the weights" if self._trainer is not None else ""
 
     @property
     def changes(self) -> bool:
         """Whether ranks are about to take another version."""
         return self._update is not None and self._update.before is not None
+
+    @property
+    def _receives(self) -> bool:
+        return self._update is not None and isinstance(self._update.operation.action, ops.StageTensors)
 
     # --- what is asked ---
 
@@ -76,6 +93,10 @@ class Weights:
         if update is not None:
             if update.operation.id == operation.id:
                 return []
+            if self._receives and isinstance(operation.action, ops.FinishUpdate) and operation.action.drop:
+                self._update = self._trainer = None
+                told = _answer(update.asker, update.operation, "the weight update was dropped")
+                return [*told, *self._end_transfer(operation), *_answer(asker, operation)]
             return _answer(asker, operation, f"another update of the weights is under way: {self.updating}")
         match operation.action:
             case ops.NameWeights(name=name):
@@ -86,19 +107,24 @@ class Weights:
                 text = f"another trainer updates the weights {since}; POST /finish_weight_update ends it"
                 return _answer(asker, operation, text)
             case ops.BeginUpdate():
-                self._trainer = _Trainer(now)
-                return _answer(asker, operation)
+                self._trainer = _Trainer(now, f"{self._received}/{operation.id}")
+                return [*self._end_transfer(operation), *_answer(asker, operation)]
             case ops.UpdateWeights(source=source):
                 return self._check(asker, operation, source or self.current.source or self._start, now)
             case _ if self._trainer is None:
                 return _answer(asker, operation, BEGIN_FIRST)
             case ops.StageWeights(source=source):
                 return self._check(asker, operation, source, now)
+            case ops.StageTensors(info=info):
+                return self._receive(self._trainer, asker, operation, info, now)
             case ops.FinishUpdate(name=name, keep_kv=keep_kv, drop=drop):
-                staged, self._trainer = self._trainer.staged, None
+                staged, folder, num = self._trainer.staged, self._trainer.folder, self._trainer.num_received
+                self._trainer = None
+                if num and not drop:
+                    return self._check(asker, operation, folder, now)
                 if drop or staged is None:
                     self.current = self.current if drop or not name else replace(self.current, name=name)
-                    return _answer(asker, operation)
+                    return [*self._end_transfer(operation), *_answer(asker, operation)]
                 self._update = _Update(asker, operation, staged[0])
                 return self._take(self._update, staged[1], name, keep_kv, now)
         raise TypeError(f"no operation on weights: {operation.action}")
@@ -106,6 +132,18 @@ class Weights:
     def _check(self, asker: Identity, operation: Operation, source: str, now: float) -> list[Send]:
         self._update = _Update(asker, operation, source)
         return self._ask(Operation(OperationId(f"{operation.id}-check"), CheckWeights(source)), now)
+
+    def _receive(self, trainer: _Trainer, asker: Identity, operation: Operation, info: bytes, now: float) -> list[Send]:
+        if trainer.staged is not None:
+            return _answer(asker, operation, "update_info: this update is of a folder already; finish it first")
+        self._update = _Update(asker, operation, trainer.folder)
+        action = ops.ReceiveWeights(trainer.folder, trainer.num_received, info)
+        return self._ask(Operation(OperationId(f"{operation.id}-receive"), action), now)
+
+    def _end_transfer(self, operation: Operation) -> list[Send]:
+        """What was received is forgotten, unless it is what the mesh has."""
+        end = Operation(OperationId(f"{operation.id}-end"), ops.EndTransfer(self.current.source))
+        return [Send(rank, end) for rank in self._ranks] if self._received else []
 
     def _take(self, update: _Update, digest: str, name: str, keep_kv: bool, now: float) -> list[Send]:
         update.before, self._highest = self.current, self._highest + 1
@@ -128,13 +166,21 @@ class Weights:
         update = self._update
         if update is None or not done.id.startswith(update.operation.id):
             return []
+        if self._receives and not done.error and self._trainer is not None:
+            self._update = None
+            self._trainer.num_received += 1
+            return _answer(update.asker, update.operation)
         if update.before is None and not done.error:
             return self._checked(update, {json.decode(one, type=str) for one in done.results}, now)
         self._update = None
         if update.before is not None and done.error:
             self._highest += 1
             self.current = replace(update.before, number=self._highest)
-        return _answer(update.asker, update.operation, done.error)
+        if self._trainer is not None and isinstance(update.operation.action, ops.StageTensors):
+            self._trainer = (
+                None  # what was received is not whole; a worker that is lost is no longer of the trainer's group
+            )
+        return [*self._end_transfer(update.operation), *_answer(update.asker, update.operation, done.error)]
 
     def _checked(self, update: _Update, digests: set[str], now: float) -> list[Send]:
         if len(digests) != 1:
@@ -142,7 +188,7 @@ class Weights:
             text = f"{update.source}: hosts see different files there, or files with different times"
             return _answer(update.asker, update.operation, text)
         match update.operation.action:
-            case ops.UpdateWeights(name=name, keep_kv=keep_kv):
+            case ops.UpdateWeights(name=name, keep_kv=keep_kv) | ops.FinishUpdate(name=name, keep_kv=keep_kv):
                 return self._take(update, digests.pop(), name, keep_kv, now)
         self._update = None
         if self._trainer is None:

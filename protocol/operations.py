@@ -67,13 +67,20 @@ class CallWorkers(Struct, frozen=True, tag="call_workers", omit_defaults=True):
 
 class BeginUpdate(Struct, frozen=True, tag="begin_update"):
     """A trainer is about to update the weights, step by step: others may not until it has finished. The coordinator's alone, like
-    the next four."""
+    the next five."""
 
 
 class StageWeights(Struct, frozen=True, tag="stage_weights"):
     """All workers find out whether they can have the weights of this folder. Nothing changes yet. Between BeginUpdate and its end."""
 
     source: str
+
+
+class StageTensors(Struct, frozen=True, tag="stage_tensors"):
+    """All workers receive tensors of a trainer into the host's memory. Nothing changes yet. Between BeginUpdate and its end, as often
+    as it takes. info: JSON, UpdateInfo of weight_transfer.py."""
+
+    info: bytes
 
 
 class FinishUpdate(Struct, frozen=True, tag="finish_update", omit_defaults=True):
@@ -112,6 +119,26 @@ class UseWeights(Struct, frozen=True, tag="use_weights", omit_defaults=True):
     keep_kv: bool = False  # as in FinishUpdate
 
 
+class JoinTrainer(Struct, frozen=True, tag="join_trainer"):
+    """Each worker joins the group of a trainer that will broadcast weights. info: JSON, JoinInfo of weight_transfer.py."""
+
+    info: bytes
+
+
+class ReceiveWeights(Struct, frozen=True, tag="receive_weights"):
+    """Workers receive tensors of the trainer beside their steps; the first one writes them to a file of this number in the folder."""
+
+    folder: str
+    number: int
+    info: bytes  # as in StageTensors
+
+
+class EndTransfer(Struct, frozen=True, tag="end_transfer", omit_defaults=True):
+    """Workers receive no more, and forget what was received but for this folder, which holds the mesh's weights."""
+
+    keep: str = ""
+
+
 class SumWeights(Struct, frozen=True, tag="sum_weights"):
     """Each worker adds up all bytes of its weights."""
 
@@ -132,7 +159,9 @@ class Stop(Struct, frozen=True, tag="stop"):
     """The mesh ends: schedulers plan no step any more, and what was planned before is computed."""
 
 
-OfCoordinator = BeginUpdate | StageWeights | FinishUpdate | UpdateWeights | NameWeights
+OfCoordinator = BeginUpdate | StageWeights | StageTensors | FinishUpdate | UpdateWeights | NameWeights
+OfTransfer = JoinTrainer | ReceiveWeights | EndTransfer  # done beside the steps, by a thread of its own
+OnlyOnce = JoinTrainer | ReceiveWeights  # over for all as soon as one of those that were asked is lost, or fails
 Action = (
     Profile
     | ResetPrefixCache
@@ -149,8 +178,19 @@ Action = (
     | CheckWeights
     | UseWeights
     | SumWeights
+    | OfTransfer
 )
-LONG = Sleep | WakeUp | StageWeights | FinishUpdate | UpdateWeights | CheckWeights | UseWeights  # a model is read
+LONG = (  # a model is read, or sent
+    Sleep
+    | WakeUp
+    | StageWeights
+    | StageTensors
+    | FinishUpdate
+    | UpdateWeights
+    | CheckWeights
+    | UseWeights
+    | ReceiveWeights
+)
 
 
 def limit_s(action: Action) -> float:

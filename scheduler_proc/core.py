@@ -29,10 +29,7 @@ from meshlm.protocol.operations import (
     Pause,
     ResetPrefixCache,
     Resume,
-    Sleep,
     Stop,
-    UseWeights,
-    WakeUp,
 )
 from meshlm.protocol.sleeping import AWAKE
 from meshlm.protocol.wire.columns import unpack_i32
@@ -215,8 +212,9 @@ class Scheduler:
                 return self.workers.compare_last_plan(event.sender, last_plan)
             case JointOrder() as order if self.lockstep is not None and self.lockstep.follow(order):
                 self._lose_workers()
-                return self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
-            case Operation(action=Sleep() | WakeUp() | UseWeights() as wish) as operation:
+                begun = self.workers.begin(output.now_ns / 1e9, self.lockstep.group)
+                return [*self.operations.lose_workers(), *begun]
+            case Operation(action=wish) as operation if isinstance(wish, Wish):
                 return self._wish(operation, wish, output.now_ns / 1e9)
             case Operation() as operation:
                 return self._asked(operation, output)
@@ -243,7 +241,8 @@ class Scheduler:
     def _peer_up(self, event: PeerUp, output: Output, now: float) -> list[Send]:
         if event.identity.role is Role.WORKER:
             self._lose_workers()
-            return self._begun(self.workers.up(event.identity, event.incarnation, now))
+            begun = self._begun(self.workers.up(event.identity, event.incarnation, now))
+            return [*self.operations.lose_workers(), *begun]
         if event.identity == COORDINATOR:
             self.load.begin()
             if self.lockstep is not None:
@@ -260,7 +259,7 @@ class Scheduler:
             self.suspects.worker_died([request for record in self.inflight for request in record.batch], output)
             self._lose_workers()
             self.batching.kv.tell_cleared()
-            return self.workers.lost(event.identity, event.incarnation)
+            return [*self.operations.lose_workers(), *self.workers.lost(event.identity, event.incarnation)]
         elif event.identity.role is Role.DETOKENIZER:
             self.table.detokenizer_lost(event.identity, event.incarnation)
         return []
@@ -288,7 +287,7 @@ class Scheduler:
         """A session with the same workers, for other wishes or another try."""
         self._lose_workers()
         self.wishes.rekey(self.requests.values())
-        return self._begun(self.workers.begin(now))
+        return [*self.operations.lose_workers(), *self._begun(self.workers.begin(now))]
 
     def _wish(self, operation: Operation, wish: Wish, now: float) -> list[Send]:
         told, begins = self.wishes.take(operation, wish)
@@ -366,7 +365,7 @@ class Scheduler:
             case Resume():
                 self._rank.move_planning(Planning.RUNNING)
                 return self.operations.answer(operation)
-            case Sleep() | WakeUp() | UseWeights():  # the workers have answered
+            case action if isinstance(action, Wish):  # the workers have answered
                 return self.operations.answer(operation)
             case Stop():
                 self._rank.move_planning(Planning.STOPPED)
@@ -390,7 +389,7 @@ class Scheduler:
             self.batching.kv.reset_prefix_cache(self.batching.running)
             return []
         self._lose_workers()  # the steps behind it have the same rows, and would fail with others in them
-        return self.workers.begin(output.now_ns / 1e9)
+        return [*self.operations.lose_workers(), *self.workers.begin(output.now_ns / 1e9)]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""

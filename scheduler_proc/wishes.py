@@ -7,7 +7,7 @@ kind takes the place of an older one.
 
 from collections.abc import Iterable
 
-from meshlm.protocol.operations import CheckWeights, Operation, Sleep, SumWeights, UseWeights, WakeUp
+from meshlm.protocol.operations import CheckWeights, OfTransfer, Operation, Sleep, SumWeights, UseWeights, WakeUp
 from meshlm.protocol.sleeping import AWAKE, WEIGHTS, after
 from meshlm.protocol.weights import WeightsVersion
 from meshlm.runtime.process.events import Send
@@ -17,7 +17,7 @@ from meshlm.scheduler_proc.states import Session
 from meshlm.scheduler_proc.workers import Workers
 
 Wish = Sleep | WakeUp | UseWeights
-OF_WEIGHTS = CheckWeights | SumWeights
+OF_WEIGHTS = CheckWeights | SumWeights | OfTransfer
 RETRY_S = 10.0  # how often workers that could not read the mesh's weights try again
 
 

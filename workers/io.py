@@ -28,7 +28,7 @@ from meshlm.protocol.edges.step import (
     WorkerStats,
 )
 from meshlm.protocol.lockstep import StepGroup
-from meshlm.protocol.operations import CallWorkers, Operation, ResetPrefixCache
+from meshlm.protocol.operations import CallWorkers, OfTransfer, Operation, ResetPrefixCache
 from meshlm.protocol.wire.columns import unpack_i32
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown, MessageTooLong
@@ -47,6 +47,7 @@ from meshlm.workers.operations import Extension, Operations, load_profiler
 from meshlm.workers.sessions import Sessions
 from meshlm.workers.sleep import WorkerSleep
 from meshlm.workers.step_timeline import StepTimeline
+from meshlm.workers.weights.transfer.receiver import WeightReceiver
 from meshlm.workers.weights.versions import WorkerWeights
 from meshlm.workers.worker_states import WorkerState, WorkerStates
 
@@ -87,10 +88,13 @@ class WorkerApp:
         self._states = WorkerStates()
         self._sleep = WorkerSleep(self._states, self._say)
         self._moves: PageMoves | None = None  # made with the engine, where pages move
+        self._receiver: WeightReceiver
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, self._weights = mesh, WorkerWeights(mesh.config)
         self._shard = Shard.of_worker(mesh.config.parallel, mesh.identity.index)
+        device = lambda: getattr(self._engine, "device")  # noqa: B009, E731 - of engines that have one
+        self._receiver = WeightReceiver(mesh.config, mesh.identity.index, self._say, device)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         loaded: asyncio.Future[Engine | None] = asyncio.get_running_loop().create_future()
         stepper = threading.Thread(target=self._stepper, args=(loaded,), name="stepper", daemon=True)
@@ -287,6 +291,8 @@ class WorkerApp:
                 self._plans.put((message, time.monotonic_ns()))
             case Reset():
                 self._on_reset(message)
+            case Operation(action=action) if isinstance(action, OfTransfer):
+                self._receiver.handle(message)
             case Operation():
                 if isinstance(message.action, ResetPrefixCache | CallWorkers):
                     self._directory.reset_prefix_cache()
@@ -310,6 +316,7 @@ class WorkerApp:
 
     def _on_reset(self, reset: Reset) -> None:
         self._session = reset.session
+        self._receiver.end("the rank's session ended; a worker was lost, or is about to sleep")
         if self._moves is not None:
             self._moves.begin(reset.session)
         if self._exchange is not None:  # the stepper may wait for others, and a plan in the queue would

@@ -210,6 +210,10 @@ class Operations:
                 | operations.UpdateWeights()
                 | operations.NameWeights()
                 | operations.UseWeights()
+                | operations.StageTensors()
+                | operations.JoinTrainer()
+                | operations.ReceiveWeights()
+                | operations.EndTransfer()
             ):  # others alone have a part in it
                 return operations.OperationDone(operation.id)
             case operations.ResetPrefixCache():  # the mirror forgot it in the event loop, in order with what plans remember

@@ -23,7 +23,7 @@ PACKAGES = (
     *("pyzmq", "msgspec", "uvloop", "starlette", "uvicorn"),
 )
 # Of vLLM's configuration.
-NOT_THERE = tuple(f"{kind}_config" for kind in ("kv_transfer", "ec_transfer", "weight_transfer"))
+NOT_THERE = tuple(f"{kind}_config" for kind in ("kv_transfer", "ec_transfer"))
 LOCAL = ("vocab_file", "merges_file", "name_or_path")  # paths of the host where the file was made
 
 
@@ -98,6 +98,7 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
         "device_config": {"device": resolved.device, "device_type": resolved.device},
         "speculative_config": _speculative(config),
         "lora_config": _adapters(config),
+        "weight_transfer_config": {"backend": backend} if (backend := config.worker.weight_transfer) else None,
         **dict.fromkeys(NOT_THERE),
     }
 

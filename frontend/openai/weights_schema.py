@@ -1,46 +1,26 @@
 """Bodies and answers of the routes that change the weights, under vLLM's names; and one of SGLang's."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, defstruct
+
+from meshlm.protocol.weight_transfer import JoinInfo, UpdateInfo
 
 PRINTABLE = r"^[\x20-\x7e]*$"  # it stands in a header
 Name = Annotated[str, Meta(max_length=256, pattern=PRINTABLE)]
 Mode = Literal["keep", "wait", "abort"]
 
 
-class InitInfo(Struct, frozen=True, kw_only=True):
-    """How weights will come. All but the backend disk is refused by its name."""
-
-    backend: Name = "disk"
-    master_address: Any = None
-    master_port: Any = None
-    rank_offset: Any = None
-    world_size: Any = None
-    packed: Any = None
-
-
 class InitRequest(Struct, frozen=True, kw_only=True):
     """POST /init_weight_transfer_engine."""
 
-    init_info: InitInfo = InitInfo()
+    init_info: JoinInfo = JoinInfo()
 
 
 class StartRequest(Struct, frozen=True, kw_only=True):
     """POST /start_weight_update."""
 
     is_checkpoint_format: bool = True
-
-
-class UpdateInfo(Struct, frozen=True, kw_only=True):
-    """path: of a folder that all workers can read. Tensors are refused by the names of their fields."""
-
-    path: Annotated[str, Meta(max_length=4096)] = ""
-    names: Any = None
-    dtype_names: Any = None
-    shapes: Any = None
-    packed: Any = None
-    ipc_handles: Any = None
 
 
 class UpdateRequest(Struct, frozen=True, kw_only=True):

@@ -1,12 +1,13 @@
 """What trainers ask of the mesh: other weights, under vLLM's names. Called by weight_routes.py.
 
-Weights come from a folder that all workers can read. What vLLM's routes have beyond that is refused by name.
+Weights come from a folder that all workers can read, or as tensors where --weight-transfer-config says how (weight_transfer.py).
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.openai.schema import CollectiveRpcRequest
@@ -14,21 +15,45 @@ from meshlm.frontend.openai.weights_schema import DiskUpdate, FinishRequest, Ini
 from meshlm.frontend.operator import mesh_operations
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.protocol import operations as ops
+from meshlm.protocol import weight_transfer as transfer
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.operations import Action
 
-DISK = "disk"
-NO_TENSORS = "tensors are not sent here; write the weights to a folder and give update_info.path"
+NO_TENSORS = (
+    "tensors are not sent here: start the server with --weight-transfer-config, or write the weights to a folder and give "
+    "update_info.path"
+)
 
 
-def init(asked: InitRequest) -> dict[str, Any]:
-    """Nothing is made ready for folders; other ways are refused."""
-    info = asked.init_info
-    other = next((name for name in _given(info) if name != "backend"), "" if info.backend == DISK else "backend")
-    if other:
-        raise HttpError(
-            409, f"init_info.{other}: weights are read from a folder here; the backend is {DISK!r}", "init_info"
-        )
+async def init(backend: MeshOperations, asked: InitRequest) -> dict[str, Any]:
+    """All workers join the trainer's group, where weights come by one."""
+    config = backend.config
+    num_workers = mesh_operations.world_size(config, {})["world_size"]
+    with _refused():
+        info = transfer.joined(asked.init_info, _backend(config, asked.init_info), num_workers)
+    if info.backend in transfer.GROUPS:
+        await _done(backend, ops.JoinTrainer(msgspec.json.encode(info)))
     return {"message": "Weight transfer initialized"}
+
+
+def _backend(config: MeshConfig, info: transfer.JoinInfo) -> str:
+    """That of --weight-transfer-config. HttpError where it is needed and missing."""
+    if not (backend := config.worker.weight_transfer) and info.backend not in ("", "disk", *transfer.BACKENDS):
+        raise HttpError(
+            409, f"init_info.backend: {info.backend!r}: there are {', '.join(transfer.BACKENDS)}", "init_info"
+        )
+    if not backend and (info.backend not in ("", "disk") or info.master_address is not None):
+        field = "master_address" if info.master_address is not None else "backend"
+        raise HttpError(409, f"init_info.{field}: {NO_TENSORS}", "init_info")
+    return backend or "disk"
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except transfer.Wrong as error:
+        raise HttpError(409, str(error), error.field.partition(".")[0]) from None
 
 
 async def start(backend: MeshOperations, asked: StartRequest) -> dict[str, Any]:
@@ -39,18 +64,20 @@ async def start(backend: MeshOperations, asked: StartRequest) -> dict[str, Any]:
 
 
 async def update(backend: MeshOperations, asked: UpdateRequest) -> dict[str, Any]:
-    """All workers find out whether they can have these weights."""
-    info = asked.update_info
-    if tensors := next((name for name in _given(info) if name != "path"), ""):
-        raise HttpError(409, f"update_info.{tensors}: {NO_TENSORS}", "update_info")
-    if not info.path:
-        raise HttpError(409, f"update_info.path: it is missing; {NO_TENSORS}", "update_info")
-    await _done(backend, ops.StageWeights(info.path))
-    return {"message": "Weights checked"}
-
-
-def _given(info: Struct) -> list[str]:
-    return [name for name, value in msgspec.structs.asdict(info).items() if value is not None]
+    """All workers find out whether they can have the weights of a folder, or receive tensors."""
+    info, config = asked.update_info, backend.config
+    tensors = next((name for name in info.__struct_fields__ if name != "path" and getattr(info, name) is not None), "")
+    if info.path and tensors:
+        raise HttpError(409, f"update_info.{tensors}: weights come from a folder (path) or as tensors", "update_info")
+    if info.path:
+        await _done(backend, ops.StageWeights(info.path))
+        return {"message": "Weights checked"}
+    if not config.worker.receives_weights:
+        raise HttpError(409, f"update_info.{tensors or 'path'}: {NO_TENSORS}", "update_info")
+    with _refused():
+        transfer.checked_update(info, config.worker.weight_transfer)
+    await _done(backend, ops.StageTensors(msgspec.json.encode(info)))
+    return {"message": "Weights received"}
 
 
 async def finish(backend: MeshOperations, asked: FinishRequest) -> dict[str, Any]:

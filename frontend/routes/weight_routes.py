@@ -26,11 +26,11 @@ class WeightRoutes:
     def __init__(self, backend: Backend, reader: RequestReader) -> None:
         self._backend, self._reader = backend, reader
 
-    @route("/init_weight_transfer_engine", answers=schema.Updated, body=schema.InitRequest, errors=(409,))
+    @step_route("/init_weight_transfer_engine", body=schema.InitRequest)
     async def init(self, request: Request) -> HttpResponse:
-        """Say how weights will come: from a folder."""
+        """Say how weights will come. Where a trainer broadcasts them, all workers join its group."""
         body = await self._body(request, schema.InitRequest)
-        return json_response(weights.init(body))
+        return json_response(await weights.init(self._backend.operations, body))
 
     @step_route("/start_weight_update", body=schema.StartRequest)
     async def start(self, request: Request) -> HttpResponse:
@@ -40,7 +40,7 @@ class WeightRoutes:
 
     @step_route("/update_weights", body=schema.UpdateRequest)
     async def update(self, request: Request) -> HttpResponse:
-        """Have all workers read the new weights and find out whether they can have them; nothing changes yet. 409 says why not."""
+        """Have all workers read the new weights and find out whether they can have them, or receive tensors; nothing changes yet."""
         body = await self._body(request, schema.UpdateRequest)
         return json_response(await weights.update(self._backend.operations, body))
 

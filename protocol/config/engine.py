@@ -193,6 +193,11 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
     worker_extension_cls: Annotated[
         str, Meta(description="class of yours, module.Class, whose methods POST /collective_rpc calls in every worker")
     ] = ""
+    weight_transfer_config: Annotated[
+        str,
+        Meta(description='how a trainer sends weights, JSON as vLLM has it: {"backend": "nccl"}, gloo, ipc or disk'),
+    ] = ""
+    weight_transfer: str = ""  # its backend; set by the supervisor, no flag; "": folders alone
     deterministic: Annotated[
         bool,
         Meta(
@@ -218,6 +223,12 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="NVTX ranges around layers, for nsys and ncu; without CUDA graphs, which would hide them"),
     ] = False
+
+    @property
+    def receives_weights(self) -> bool:
+        """Whether a trainer may send tensors."""
+        return self.weight_transfer not in ("", "disk")
+
     fake_step_ms: Annotated[float, Meta(ge=0, description="device fake: length of a step", extra=PER_NODE)] = 0.0
     fake_drafts: Annotated[
         int, Meta(ge=0, le=64, description="device fake: tokens that it drafts in a step, at most", extra=PER_NODE)

@@ -36,6 +36,7 @@ from meshlm.supervisor.api.outputs import RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.api.submits import Params, Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
+from meshlm.supervisor.api.weights import NO_FUNCTIONS
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
@@ -315,6 +316,26 @@ class LLM:
         """What a method of `worker_extension_cls` gives, in the order of the workers. Arguments and results are values of JSON; other
         results come as text. timeout: in seconds. ValueError says what went wrong."""
         return self._background.ask(self._operator.call_workers(method, timeout, args, kwargs))
+
+    def init_weight_transfer_engine(self, request: Any) -> None:
+        """Say how weights will come, as POST /init_weight_transfer_engine; needs `weight_transfer_config`, but for folders."""
+        self._background.ask(self._operator.weights.join(request))
+
+    def start_weight_update(self, is_checkpoint_format: bool = True) -> None:
+        """Begin an update. ValueError while another one goes on."""
+        self._background.ask(self._operator.weights.begin(is_checkpoint_format))
+
+    def update_weights(self, request: Any) -> None:
+        """Receive tensors, or check a folder; nothing changes yet. ValueError says why not."""
+        self._background.ask(self._operator.weights.update(request))
+
+    def finish_weight_update(self, weight_version: str = "", keep_kv: bool = False, abort: bool = False) -> None:
+        """Take what came, under this name. keep_kv: what runs goes on with its KV. abort: forget it. ValueError says why not."""
+        self._background.ask(self._operator.weights.finish(weight_version, keep_kv, abort))
+
+    def apply_model(self, func: Any) -> None:
+        """ValueError: functions are not sent to workers; it says what to do."""
+        raise ValueError(NO_FUNCTIONS)
 
     def get_metrics(self) -> list[Metric]:
         """What ranks are at and what sequences took that have ended, under names of /metrics, in vLLM's classes (metrics.py)."""

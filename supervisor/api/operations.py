@@ -9,6 +9,7 @@ import msgspec
 from meshlm.protocol import operations as edge
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.sleeping import AWAKE, TAGS, after
+from meshlm.supervisor.api.weights import TrainerCalls
 
 SCHEDULING = "scheduling"  # the tag of what a pause withholds
 
@@ -25,6 +26,7 @@ class Operator:
     def __init__(self, config: MeshConfig, mesh: Operated) -> None:
         self._config, self._mesh = config, mesh
         self._state, self._paused = AWAKE, False
+        self.weights = TrainerCalls(config, self._ask)
 
     @property
     def is_sleeping(self) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshlm.protocol.wire.ids import Identity
+from meshlm.runtime.model_files import received
 from meshlm.runtime.process.black_box import BEFORE, SUFFIX
 from meshlm.runtime.process.streams import complain
 from meshlm.supervisor.errors import StartError, raised_as
@@ -54,6 +55,7 @@ def taken(wanted: Path) -> Iterator[Path]:
     try:
         try:
             _empty(directory)
+            received.remove(path)
         except OSError as error:
             raise StartError(f"--run-dir {wanted}: {error.filename}: {error.strerror}") from None
         failed = True
@@ -64,6 +66,7 @@ def taken(wanted: Path) -> Iterator[Path]:
         raise
     finally:
         with contextlib.suppress(OSError):  # the next start says what is wrong there
+            received.remove(path)
             _empty(directory, keep_stacks=True, keep_events=failed)
             if made:
                 path.rmdir()
@@ -166,6 +169,7 @@ def remove_dead(base: Path) -> None:
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _empty(directory)
+                received.remove(path)
                 path.rmdir()
             finally:
                 os.close(directory)

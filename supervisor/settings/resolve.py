@@ -41,6 +41,7 @@ from meshlm.supervisor.settings import (
     placement,
     quantization,
     speculative,
+    weight_transfer,
 )
 from meshlm.supervisor.settings.drafter import with_drafter
 from meshlm.supervisor.settings.rules import check
@@ -53,7 +54,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     """The same tree with `resolved` set. UsageError for a wrong flag or file. at_most: of --max-model-len auto, tokens that fit."""
     config = compilation.settled(placement.settled(config))
-    for section in (speculative, kv_transfer, kv_events):
+    for section in (speculative, kv_transfer, kv_events, weight_transfer):
         config = section.settled(config)
     config, said = compilation.without_compiler(config)
     files, generation = _read_files(config)
@@ -67,8 +68,9 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     pools = pooling is not None
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
-    for table in (flag_rules.speech, speculative.rules, kv_transfer.rules, kv_events.rules, adapters.rules):
-        check(table(config, facts, pools=pools))
+    check(flag_rules.speech(config, facts, pools=pools))
+    for table in (speculative, kv_transfer, kv_events, adapters, weight_transfer):
+        check(table.rules(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
     with raised_as(UsageError, plugins.PluginError):
         check(flag_rules.processors(config, pools=pools))

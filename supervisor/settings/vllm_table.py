@@ -225,7 +225,6 @@ ABSENT = {
     "--decode-only": _ONE_MESH,
     "--quantization-param-path": "scales of an FP8 KV cache are the checkpoint's, or --calculate-kv-scales finds them",
     "-ac": "--attention-backend is the setting",
-    "--weight-transfer-config": "weights come from disk; meshlm restart worker reads them again",
     "--fail-on-environ-validation": "VLLM_ variables without effect are named at the start, and do not end it",
 }
 

@@ -10,6 +10,7 @@ from meshlm.protocol.operations import (
     OperationDone,
     OperationId,
     Profile,
+    ReceiveWeights,
     ResetPrefixCache,
     Stop,
 )
@@ -138,3 +139,17 @@ def test_a_stop_does_not_wait_for_workers_that_are_not_there() -> None:
     stop = Operation(OperationId("s"), Stop())
     told = received(Scheduler(limits()), COORDINATOR, stop)
     assert told == [Send(COORDINATOR, OperationDone(stop.id))]
+
+
+def test_what_all_do_together_with_a_trainer_is_over_with_the_first_that_fails_or_dies() -> None:
+    for dies in (False, True):
+        bench = Bench(limits(), 64, 4)
+        asked = Operation(OperationId("w"), ReceiveWeights("/memory/a", 0, b"{}"))
+        assert received(bench.core, COORDINATOR, asked) == [Send(WORKER, asked)]
+        if dies:
+            told = bench.core.handle(PeerLost(WORKER, LIFE), 2.0)
+        else:
+            told = received(bench.core, WORKER, OperationDone(asked.id, "no room"))
+        (error,) = (send.message.error for send in told if isinstance(send.message, OperationDone))
+        assert error.startswith("a worker was lost" if dies else "no room")
+        assert received(bench.core, WORKER, OperationDone(asked.id)) == [], "nobody waits for it"

@@ -40,7 +40,7 @@ class Mesh:
         """Another coordinator, which knows nothing."""
         members = {identity: Member(identity, Incarnation(1), "ipc://x") for identity in self.frontends}
         self.coordinator = Frontends(
-            members, Router("cache-aware", True), {}, {}, Weights(WeightsVersion(), lambda *_: []), 0
+            members, Router("cache-aware", True), {}, {}, Weights(WeightsVersion(), lambda *_: [], {}), 0
         )
         for identity, frontend in self.frontends.items():
             frontend.coordinator_up(self.sender(identity))
