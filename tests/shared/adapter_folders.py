@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshlm.runtime.model_files.adapter_files import CONFIG
+from meshlm.runtime.model_files.adapter_modules import CONFIG
 from meshlm.runtime.model_files.adapter_tensors import TENSORS
 
 QUERY = "model.layers.0.self_attn.q_proj"

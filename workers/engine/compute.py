@@ -4,7 +4,7 @@ Owned by the engine, which sends the columns first (kit.py) and fetches the toke
 another shape (engine/graph_steps.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from meshlm.workers.rows.step_columns import StepColumns
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.triton_inputs import TritonInputs
+    from meshlm.workers.lora.step_adapters import StepAdapters
     from meshlm.workers.output.logits_sampler import LogitsSampler
 
 
@@ -46,6 +47,7 @@ class Compute:
         self._inputs, self._head, self._intermediate_tensors = inputs, head, intermediate_tensors
         self.attention = attention
         self.caches: list[LayerCache] = []
+        self._adapters: StepAdapters | None = None  # of the last step
         self.turns: Turns | None = None  # of halves of steps, where tokens travel
         self.last_states = torch.empty(0)  # [most, hidden], where they are read after a step: of its tokens
 
@@ -85,10 +87,21 @@ class Compute:
         attention = self.attention.step(batch, self._block_size)
         caches = self.caches[: self._num_layers]
         hidden: Tensor = self._model(batch, caches, attention, None if self._is_first else intermediate_tensors)
+        self._adapters = batch.adapters
         if batch.adapters is not None:
-            batch.adapters.check()
+            batch.adapters.check(is_first=self._is_first)
         if not self._is_last:
             intermediate_tensors.copy_(hidden)
         if len(self.last_states):
             self.last_states[: len(hidden)].copy_(hidden)
         return hidden
+
+    def logits_of(self, begin: int, end: int) -> Callable[[Tensor], Tensor]:
+        """What gives the logits [l, vocab] of the hidden states of these tokens of the last step, with their adapters."""
+        adapters = self._adapters
+        lines = (
+            None
+            if adapters is None
+            else adapters.of_lines(torch.arange(begin, end, device=self._intermediate_tensors.device))
+        )
+        return self._model.logits if lines is None else partial(lines.logits, self._model)

@@ -55,11 +55,12 @@ def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:
     processors = processors_of(engine.config, engine.device, rows.max_rows)
     columns.processors = None if processors is None else processors.apply
     assert columns.breakers is not None
+    logits_of = engine.compute.logits_of
     alone = engine.config.worker.deterministic and engine.device.type == "cuda"
     return [
         SequenceBreakersRows(columns.breakers),
         *([] if processors is None else [processors]),
-        PromptLogprobsRows(columns, lambda spans: PromptLogprobsStep(spans, rows.tokens, model.logits, alone=alone)),
+        PromptLogprobsRows(columns, lambda spans: PromptLogprobsStep(spans, rows.tokens, logits_of, alone=alone)),
         PoolingRows(columns, Pooler(heads).for_step),
         GrammarRows(Grammars(MaskProcess(resolved)), together=engine.together is not None, loads_ahead=loads_ahead),
     ]

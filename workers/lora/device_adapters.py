@@ -31,5 +31,5 @@ class DeviceStepAdapters(StepAdapters):
         self._asked.add(layer)
         return add_adapters(x if x.stride(1) == 1 else x.contiguous(), out, place, self._memory, self._step)
 
-    def check(self) -> None:
+    def check(self, *, is_first: bool = True) -> None:
         """An adapter of a layer that does not ask was refused when it was loaded (device_slots.py)."""

@@ -79,7 +79,7 @@ class DeviceSlots:
         packed = self._layout.pack(loaded, self.memory.values.dtype)
         if len(packed.values) > self._size:
             raise ModelFilesError(f"{loaded.adapter.path}: it has more matrices than --lora-target-modules leaves")
-        return LoadedAdapter(loaded.adapter, {}, packed)
+        return LoadedAdapter(loaded.adapter, {}, packed=packed)
 
     # --- threads that prepare requests ---
 

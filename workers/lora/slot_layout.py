@@ -10,7 +10,8 @@ from meshlm.kernels.lora.kernel import OUTPUTS
 from meshlm.kernels.lora.layout import LINE, LayerPlaces, Packed, Pair, num_values, pack, padded
 from meshlm.kernels.lora.self_test import LayerShape
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.adapter_files import Limits, is_adaptable
+from meshlm.runtime.model_files.adapter_files import Limits
+from meshlm.runtime.model_files.adapter_modules import is_adaptable
 from meshlm.workers.layers.elements import Linear
 from meshlm.workers.lora.weights import LinearAdapter, LoadedAdapter
 from meshlm.workers.models.decoder import Decoder

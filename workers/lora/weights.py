@@ -17,9 +17,11 @@ from meshlm.architectures.registry import weights_of
 from meshlm.kernels.lora.layout import Packed
 from meshlm.protocol.adapters import Adapter
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.adapter_files import AdaptedModule, Limits, read_adapter
+from meshlm.runtime.model_files.adapter_files import Limits, read_adapter
+from meshlm.runtime.model_files.adapter_modules import AdaptedModule
 from meshlm.workers.layers.elements import Linear
 from meshlm.workers.lora.magnitudes import Magnitudes, measure
+from meshlm.workers.lora.tables import EmbeddingAdapter, HeadAdapter, tables_of
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.weights.layouts import to_halves
 from meshlm.workers.weights.slices import WeightSlice, slices_of
@@ -36,12 +38,22 @@ class OutputSlice(NamedTuple):
     magnitudes: Magnitudes | None = None  # DoRA: of these outputs
 
 
+class OtherWeight(NamedTuple):
+    """The weight that outputs begin to end of a layer have instead of the base's."""
+
+    begin: int
+    end: int
+    weight: Tensor  # [end - begin, inputs] as `Ops.pack` has it
+    bias: Tensor | None
+
+
 class LinearAdapter(NamedTuple):
     """One adapter in one layer."""
 
-    a: Tensor  # [rank, inputs] as `Ops.pack` has it: A of all matrices, one below the other
+    a: Tensor  # [rank, inputs] as `Ops.pack` has it: A of all matrices, one below the other; rank 0: there is none
     rank: int
     slices: tuple[OutputSlice, ...]
+    others: tuple[OtherWeight, ...] = ()
 
 
 LinearAdapters = Mapping[Linear, LinearAdapter]
@@ -50,6 +62,8 @@ LinearAdapters = Mapping[Linear, LinearAdapter]
 class LoadedAdapter(NamedTuple):
     adapter: Adapter
     layers: LinearAdapters
+    embedding: EmbeddingAdapter | None = None
+    head: HeadAdapter | None = None
     packed: Packed | None = None  # where kernels compute with it: then it has no layers (device_slots.py)
 
 
@@ -67,6 +81,7 @@ class _Matrices:
     def __init__(self) -> None:
         self.a: list[Tensor] = []
         self.b: list[_Slice] = []
+        self.others: list[tuple[int, Tensor, Tensor | None]] = []  # the first output, weight and bias
 
     @property
     def rank(self) -> int:
@@ -83,9 +98,15 @@ def load_adapter(
         raise ModelFilesError(f"{adapter.path}: the files are others than when the adapter was loaded; load it again")
     tensors, found = load(files.tensors), dict[Linear, _Matrices]()
     for module in files.modules:
-        a, b = tensors[module.a].float(), tensors[module.b].float() * module.scale
-        lengths = tensors[module.magnitude].float()[:, None] if module.magnitude else None
-        _place(module, (a, b, lengths), model, found)
+        if module.parameter:
+            continue
+        if module.a:
+            a, b = tensors[module.a].float(), tensors[module.b].float() * module.scale
+            lengths = tensors[module.magnitude].float()[:, None] if module.magnitude else None
+            _place(module, (a, b, lengths), model, found)
+        if module.whole:
+            weight, bias = tensors[module.whole].float(), tensors[module.bias].float() if module.bias else None
+            _place_other(module, weight.T if module.is_transposed else weight, bias, model, found)
 
     def packed(values: Tensor) -> Tensor:
         rounded = values.to(dtypes[0]).to(dtypes[1])
@@ -96,12 +117,21 @@ def load_adapter(
         marks = None if lengths is None else Magnitudes.of(lengths, over_ranks=one.over_ranks, dtype=dtypes[1])
         return OutputSlice(one.begin, one.begin + len(one.b), one.first, one.b.shape[1], packed(one.b), marks)
 
+    def other_of(begin: int, weight: Tensor, bias: Tensor | None) -> OtherWeight:
+        own = None if bias is None else bias.to(dtypes[0]).to(dtypes[1]).to(model.rope.device)
+        return OtherWeight(begin, begin + len(weight), packed(weight), own)
+
     layers = {
-        layer: LinearAdapter(packed(torch.cat(matrices.a)), matrices.rank, tuple(map(slice_of, matrices.b)))
+        layer: LinearAdapter(
+            packed(torch.cat(matrices.a)) if matrices.a else torch.empty(0),
+            matrices.rank,
+            tuple(map(slice_of, matrices.b)),
+            tuple(other_of(*one) for one in matrices.others),
+        )
         for layer, matrices in found.items()
     }
     measure(layers, model.ops)
-    return LoadedAdapter(adapter, layers)
+    return LoadedAdapter(adapter, layers, *tables_of(files.modules, tensors, model, dtypes))
 
 
 Values = tuple[Tensor, Tensor, Tensor | None]
@@ -119,11 +149,7 @@ def _place(module: AdaptedModule, values: Values, model: Decoder, found: dict[Li
         place = places.get(name)
         if place is None or place.begin == place.end:  # another worker's
             continue
-        layer = model.get_submodule(place.parameter.removesuffix(".weight"))
-        if type(layer) is not Linear:
-            raise ModelFilesError(
-                f"{module.name} is no plain linear layer of {model.spec.architecture}; no adapter changes it"
-            )
+        layer = _layer_of(module, place, model)
         matrices = found.setdefault(layer, _Matrices())
         if layer not in firsts:
             firsts[layer] = matrices.rank
@@ -131,6 +157,35 @@ def _place(module: AdaptedModule, values: Values, model: Decoder, found: dict[Li
         own = [_own(one[rows], place) for one in (b, lengths) if one is not None]
         over_ranks = bool(place.dim) and place.end - place.begin < a.shape[1]
         matrices.b.append(_Slice(place.row, firsts[layer], own[0], own[1] if own[1:] else None, over_ranks))
+
+
+def _layer_of(module: AdaptedModule, place: WeightSlice, model: Decoder) -> Linear:
+    layer = model.get_submodule(place.parameter.removesuffix(".weight"))
+    if type(layer) is not Linear:
+        raise ModelFilesError(
+            f"{module.name} is no plain linear layer of {model.spec.architecture}; no adapter changes it"
+        )
+    return layer
+
+
+def _place_other(
+    module: AdaptedModule, weight: Tensor, bias: Tensor | None, model: Decoder, found: dict[Linear, _Matrices]
+) -> None:
+    """Gives the layers of this worker their part of a module that was trained whole."""
+    places, known, begin = slices_of(model.spec, model.shard), weights_of(model.spec), 0
+    for name in module.weights:
+        rows = slice(begin, begin + known[name].shape[0])
+        begin = rows.stop
+        place = places.get(name)
+        if place is None or place.begin == place.end:  # another worker's
+            continue
+        own, of_bias = _own(weight[rows], place), places.get(f"{name.removesuffix('.weight')}.bias")
+        own = own[:, place.begin : place.end] if place.dim else own
+        own_bias: Tensor | None = None
+        if bias is not None and of_bias is not None and of_bias.end > of_bias.begin:  # else the first rank adds it
+            own_bias = _own(bias[rows][:, None], of_bias)[:, 0]
+        matrices = found.setdefault(_layer_of(module, place, model), _Matrices())
+        matrices.others.append((place.row, own, own_bias))
 
 
 def _own(rows: Tensor, place: WeightSlice) -> Tensor:

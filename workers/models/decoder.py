@@ -26,7 +26,9 @@ from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_invariant_ops, make_ops
 from meshlm.workers.layers.rope import rope_table
 from meshlm.workers.layers.summing_ops import SummingOps
+from meshlm.workers.lora.step_adapters import LineAdapters, StepAdapters
 from meshlm.workers.models.classifier import Classifier
+from meshlm.workers.models.rope_tables import use_tables
 from meshlm.workers.moe.registry import group_dispatch, no_dispatch
 from meshlm.workers.partial_sum import Kind, PartialSum
 
@@ -174,7 +176,8 @@ class Decoder(nn.Module):
                 self.classifier.take(self.embed.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
         self.prepare_weights(self)
-        self._use_tables()
+        attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]
+        use_tables(attentions, self.spec, self._max_len, self.rope)
         self._use_dispatcher()
         if self.head is not None:
             self._head_weight = self.head.weight.data
@@ -202,18 +205,6 @@ class Decoder(nn.Module):
             if self.embed is not None:
                 self.embed.several = True
             self._use_dispatcher()
-
-    def _use_tables(self) -> None:
-        """Layers that slide may have a rotation of their own; those without positions turn by an angle of zero."""
-        local, sliding = self.spec.sliding_rope, None
-        if local is not None:
-            sliding = rope_table(self.spec, self._max_len, local).to(device=self.rope.device)
-        attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]
-        still = None if all(one.rotates for one in attentions) else torch.ones_like(self.rope)
-        if still is not None:
-            still[:, still.shape[1] // 2 :] = 0
-        for attention in attentions:
-            attention.table = still if not attention.rotates else sliding if attention.window else None
 
     def _use_dispatcher(self) -> None:
         for module in self.mixtures():
@@ -244,7 +235,7 @@ class Decoder(nn.Module):
         x: PartialSum
         normed: Tensor | None = None
         if self.shard.is_first:
-            x, normed = self.embedded(batch.known_ids)
+            x, normed = self.embedded(batch.known_ids, batch.adapters)
             if batch.vectors is not None:
                 own = x.value if x.kind is Kind.WHOLE else ops.finish_sum(x, x.value.dtype)
                 x, normed = PartialSum(batch.with_vectors(own)), None
@@ -304,27 +295,31 @@ class Decoder(nn.Module):
         for module in self.mixtures():
             module.idle()
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
         """The hidden states that the first layer gets; see `Embedding.forward`."""
+        if adapters is not None and adapters.in_embedding():
+            return PartialSum(self.embedding(ids, adapters)), None
         first = self.layers[0]
         assert self.embed is not None and isinstance(first, DecoderLayer)  # noqa: PT018
         norm = first.input_norm.weight, first.input_norm.eps
-        found: tuple[PartialSum, Tensor | None] = self.embed(ids, norm, first.attention.qkv.weight, self.ops)
-        return found
+        return self.embed.forward(ids, norm, first.attention.qkv.weight, self.ops)
 
     def entered(self, x: PartialSum, batch: StepInputs) -> PartialSum:
         """The first layer's input, made of embeddings, whether they were looked up or came with prompts."""
         return x
 
-    def embedding(self, ids: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         """Rows [t, hidden] of the table, whole on each rank: where no norm follows at once, as `embedded` has it."""
         assert self.embed is not None
+        rows, total = (self.embed.begin, self.embed.end), self.comm.all_reduce
         if not self.embed.several:
-            return self.ops.rows(ids, self.embed.weight, self.embedding_size)
-        assert isinstance(self.ops, SummingOps)
-        size = torch.empty(self.embedding_size, device="meta")  # all that is asked of a norm here
-        found, _ = self.ops.base.embed_part(ids, self.embed.weight, (self.embed.begin, self.embed.end), (size, 0.0))
-        return self.comm.all_reduce(found.value)
+            own = self.ops.rows(ids, self.embed.weight, self.embedding_size)
+        else:
+            assert isinstance(self.ops, SummingOps)
+            size = torch.empty(self.embedding_size, device="meta")  # all that is asked of a norm here
+            own = self.ops.base.embed_part(ids, self.embed.weight, rows, (size, 0.0))[0].value
+        changes = adapters is not None and adapters.in_embedding()
+        return adapters.embedded(ids, own, rows, total, self.ops) if adapters is not None and changes else total(own)
 
     @contextmanager
     def shortened(self) -> Iterator[int]:
@@ -369,13 +364,19 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[l, hidden] -> [l, vocab]; with `out` (GPU: weights are not packed) into that. Of any model, scaled and capped as it says."""
-        found, scale, cap = self.projected(hidden, out), self.spec.logit_scale, self.spec.final_logit_softcapping
+        return self.scaled(self.projected(hidden, out))
+
+    def scaled(self, found: Tensor) -> Tensor:
+        scale, cap = self.spec.logit_scale, self.spec.final_logit_softcapping
         if scale != 1:
             found.mul_(scale)
         return found.div_(cap).tanh_().mul_(cap) if cap else found
 
-    def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+    def projected(self, hidden: Tensor, out: Tensor | None, adapters: LineAdapters | None = None) -> Tensor:
         plain = self.head is None or self.head.is_fusible
+        if adapters is not None:
+            product = adapters.change(hidden, self._head_product(hidden, plain=plain), self.ops)
+            return self.comm.gather(product, self.spec.vocab_size) if self.shard.tp_size > 1 else product
         if self.shard.tp_size > 1:
             if self.comm.one_row is not None and plain:
                 whole = self.comm.one_row.logits(hidden, self._head_weight, self.spec.vocab_size, out)
@@ -392,8 +393,7 @@ class Decoder(nn.Module):
         if plain:
             return self.ops.linear(hidden, self._head_weight, None, self._head_rows)
         assert self.head is not None
-        found: Tensor = self.head(hidden, self.ops)
-        return found
+        return self.head.forward(hidden, self.ops)
 
 
 def linears_of(module: nn.Module) -> list[Linear]:

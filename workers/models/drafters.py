@@ -40,6 +40,7 @@ from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import Embedding, Linear, RMSNorm, parameter
+from meshlm.workers.lora.step_adapters import StepAdapters
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.deepseek import Deepseek, SparseDeepseek
 from meshlm.workers.models.qwen3_next import Qwen3Next
@@ -63,7 +64,7 @@ class StateDrafter(Decoder):
         """Once, before the first step: whose embedding and output projection it computes with."""
         self._target = (target,)
 
-    def embedding(self, ids: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         return self._target[0].embedding(ids)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
@@ -181,7 +182,7 @@ class Eagle3(StateDrafter):
             if not bool(((self._tokens >= 0) & (self._tokens < self.spec.vocab_size)).all()):
                 raise ProcessFatal(f"tensor d2t names tokens beyond the vocabulary, which has {self.spec.vocab_size}")
 
-    def embedding(self, ids: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor, adapters: StepAdapters | None = None) -> Tensor:
         return super().embedding(ids) if self.embed is None else Decoder.embedding(self, ids)
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

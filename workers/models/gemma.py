@@ -30,6 +30,7 @@ from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, Linear, RMSNorm
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.lora.step_adapters import StepAdapters
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
@@ -66,8 +67,8 @@ class Sandwich(Decoder):
 
     classes: ClassVar[LayerClasses] = LayerClasses(GemmaLayer)
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        return PartialSum(self.embedding(ids)), None
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
+        return PartialSum(self.embedding(ids, adapters)), None
 
 
 class Gemma(Sandwich):
@@ -82,9 +83,9 @@ class Gemma(Sandwich):
         super().prepare(device, dtype)
         self._embedding_scale = float(torch.tensor(self.spec.hidden_size**0.5, dtype=dtype))
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
         """Scaled by the root of their size, which is rounded to their dtype first."""
-        return PartialSum(self.embedding(ids).mul_(self._embedding_scale)), None
+        return PartialSum(self.embedding(ids, adapters).mul_(self._embedding_scale)), None
 
 
 class ScaledLayer(DecoderLayer):

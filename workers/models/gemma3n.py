@@ -137,7 +137,7 @@ class Gemma3n(gemma.Gemma):
     def forward(
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
-        first = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
+        first = batch.with_vectors(self.embedded(batch.known_ids, batch.adapters)[0].value)
         own, size = self.entry(first, batch, self.ops), _size(first)
         x = torch.stack((first, *(_sized(module(first, self.ops), size) for module in self.projections)))
         context, shared = self.context(batch, attention), gemma.SharedKV()

@@ -109,7 +109,7 @@ class Gemma4(gemma.Gemma):
         self, batch: StepInputs, caches: list[LayerCache], attention: StepAttention, residual: Tensor | None = None
     ) -> Tensor:
         if self.shard.is_first:
-            x = batch.with_vectors(self.embedded(batch.known_ids)[0].value)
+            x = batch.with_vectors(self.embedded(batch.known_ids, batch.adapters)[0].value)
         else:
             assert residual is not None
             x = residual

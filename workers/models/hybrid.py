@@ -31,6 +31,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Linear, RMSNorm, parameter
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.lora.step_adapters import StepAdapters
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.models.layer_norm import UngatedMLP
 from meshlm.workers.partial_sum import PartialSum
@@ -130,12 +131,12 @@ class HybridLayer(DecoderLayer):
 class Hybrid(Decoder):
     classes = LayerClasses(HybridLayer, state=Mamba2Mixer)
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
         """See `Decoder.embedded`; a first layer without a mixer has no norm before one."""
         first = self.layers[0]
         if isinstance(first, DecoderLayer) and isinstance(first.attention, NoMixer):
-            return PartialSum(self.embedding(ids)), None
-        return super().embedded(ids)
+            return PartialSum(self.embedding(ids, adapters)), None
+        return super().embedded(ids, adapters)
 
 
 class UngatedExperts(MoE):

@@ -25,6 +25,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, LayerNorm, Linear, RMSNorm, parameter
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.lora.step_adapters import LineAdapters, StepAdapters
 from meshlm.workers.models.decoder import Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.moe.fused_moe import NOWHERE, Routing
 from meshlm.workers.partial_sum import PartialSum
@@ -136,8 +137,8 @@ class LayerNormDecoder(Decoder):
             if shard.is_last:
                 self.project_out = Linear(spec.hidden_size, own.embedding_dim, bias=False)
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        found = self.embedding(ids)
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
+        found = self.embedding(ids, adapters)
         if self.entry is not None and self.entry.project is not None:
             found = self.entry.project(found, self.ops)
         return PartialSum(found), None
@@ -151,11 +152,11 @@ class LayerNormDecoder(Decoder):
         found: Tensor = self.norm(x.value)
         return found
 
-    def projected(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+    def projected(self, hidden: Tensor, out: Tensor | None, adapters: LineAdapters | None = None) -> Tensor:
         """See `Decoder.projected`; logits may have a bias."""
         if self.project_out is not None:
             hidden = self.project_out(hidden, self.ops)
-        found: Tensor = super().projected(hidden, out)
+        found: Tensor = super().projected(hidden, out, adapters)
         if self.head_bias is not None:
             found.add_(self.head_bias)
         return found

@@ -15,6 +15,7 @@ from meshlm.workers.distributed.communicator import SINGLE_RANK, Communicator
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, RMSNorm
 from meshlm.workers.layers.ops import Ops
+from meshlm.workers.lora.step_adapters import StepAdapters
 from meshlm.workers.models.decoder import Attention, Decoder, DecoderLayer, LayerClasses
 from meshlm.workers.partial_sum import PartialSum
 
@@ -45,8 +46,8 @@ def _normed(x: PartialSum, residual: Tensor, norm: RMSNorm, ops: Ops) -> Tensor:
 class PostNorm(Decoder):
     classes = LayerClasses(PostNormLayer)
 
-    def embedded(self, ids: Tensor) -> tuple[PartialSum, Tensor | None]:
-        return PartialSum(self.embedding(ids)), None
+    def embedded(self, ids: Tensor, adapters: StepAdapters | None = None) -> tuple[PartialSum, Tensor | None]:
+        return PartialSum(self.embedding(ids, adapters)), None
 
 
 def _sum_squares_over(comm: Communicator, model: Decoder) -> None:

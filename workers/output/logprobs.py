@@ -137,39 +137,30 @@ def columns_by_place(details: list[Details]) -> dict[int, LogprobColumns]:
     return {place: columns for one in details for place, columns in one.columns().items()}
 
 
+LogitsOf = Callable[[int, int], Callable[[Tensor], Tensor]]
+"""The first and last token of a step, and what gives the logits of their hidden states."""
+
+
 class PromptLogprobsStep(StepExtra[Tensor]):
     """The log-probabilities of the prompt tokens that follow those of one step."""
 
     why_no_graph = "prompt_logprobs"
 
-    def __init__(
-        self, spans: list[PromptSpan], tokens: Tensor, logits_of: Callable[[Tensor], Tensor], *, alone: bool = False
-    ) -> None:
+    def __init__(self, spans: list[PromptSpan], tokens: Tensor, logits_of: LogitsOf, *, alone: bool = False) -> None:
         """tokens int32 [rows, length]: all, by row. alone: line by line, see `in_chunks`."""
         self._spans, self._tokens, self._logits_of, self._alone = spans, tokens, logits_of, alone
         self._found: list[Details] = []
 
     def after_model(self, hidden: Tensor) -> None:
         for place, row, begin, position, count, width in self._spans:
-            following = self._tokens[row, position : position + count]
-            states = hidden[begin : begin + count]
-            self._found.append(prompt_logprobs(states, following, place, width, self._logits_of, alone=self._alone))
+            following, parts = self._tokens[row, position : position + count].long(), []
+            for first in range(0, count, LINES):
+                some = slice(first, min(first + LINES, count))
+                states = hidden[begin : begin + count][some]
+                logits_of = self._logits_of(begin + some.start, begin + some.stop)
+                each = [width] * len(states) if self._alone else []
+                parts.append(logprobs.in_chunks(states, following[some], width, logits_of, alone=each))
+            self._found.append(Details(torch.cat(parts), [Part(place, 0, count, width)]))
 
     def findings(self) -> StepFindings:
         return StepFindings(prompt_logprobs=columns_by_place(self._found))
-
-
-def prompt_logprobs(
-    hidden: Tensor,
-    following: Tensor,
-    place: int,
-    width: int,
-    logits_of: Callable[[Tensor], Tensor],
-    *,
-    alone: bool = False,
-) -> Details:
-    """Gives the log-probabilities of the prompt tokens `following` [p] of the request at this place, given the hidden states [p,
-    hidden] before each. alone: line by line, see `in_chunks`."""
-    each = [width] * len(hidden) if alone else []
-    packed = logprobs.in_chunks(hidden, following.long(), width, logits_of, alone=each)
-    return Details(packed, [Part(place, 0, len(hidden), width)])

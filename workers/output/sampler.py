@@ -275,7 +275,10 @@ class TorchHead:
         """A token for each of hidden [l, hidden]; it is written behind its row, too."""
         columns = self._rows.table.columns
         at = sample_rows(step, columns)
-        logits = self._model.logits(hidden)
+        adapters = None
+        if batch.adapters is not None and batch.logits_indices is not None:
+            adapters = batch.adapters.of_lines(batch.logits_indices)
+        logits = self._model.logits(hidden) if adapters is None else adapters.logits(self._model, hidden)
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
         self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
         if self._mask is not None:

@@ -12,7 +12,8 @@ from adapter_folders import QUERY, Tensors, folder_of, pair, zeros
 from tiny_models import spec_of
 
 from meshlm.runtime.errors import ModelFilesError
-from meshlm.runtime.model_files.adapter_files import CONFIG, Limits, adapter_of, read_adapter, why_not, wrong_name
+from meshlm.runtime.model_files.adapter_files import Limits, adapter_of, read_adapter, why_not, wrong_name
+from meshlm.runtime.model_files.adapter_modules import CONFIG
 from meshlm.runtime.model_files.adapter_tensors import PICKLED, TENSORS
 
 SPEC = spec_of(intermediate_size=16)
@@ -43,6 +44,10 @@ def test_its_digest_is_what_its_files_hold(tmp_path: Path) -> None:
 
 
 A, B = GOOD
+VOCAB = SPEC.vocab_size
+OUT, NORM = (f"base_model.model.model.layers.0.{name}" for name in ("self_attn.o_proj", "input_layernorm"))
+TABLE, LM = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+ROWS = f"{TABLE}.token_adapter.trainable_tokens_delta"
 MAGNITUDES = A.replace("lora_A.weight", "lora_magnitude_vector")
 BAD: list[tuple[dict[str, Any], Tensors, str]] = [
     ({"peft_type": "IA3"}, GOOD, "peft_type is 'IA3'; LORA is what is read"),
@@ -51,7 +56,6 @@ BAD: list[tuple[dict[str, Any], Tensors, str]] = [
     ({"use_dora": True}, {**GOOD, MAGNITUDES: zeros(9)}, r"has magnitudes \(9,\); for this model they must be \(8,\)"),
     ({"use_dora": True}, {**GOOD, MAGNITUDES: zeros(8, 1)}, r"vector is F32 \(8, 1\); a vector of floats"),
     ({"alora_invocation_tokens": [5]}, GOOD, "aLoRA is not there yet"),
-    ({"modules_to_save": ["lm_head"]}, GOOD, "modules_to_save: modules that are trained whole are not read"),
     ({"bias": "all"}, GOOD, "bias is 'all'; none is what is read"),
     ({"init_lora_weights": "pissa"}, GOOD, "init_lora_weights is 'pissa', which changes the base's weights"),
     ({"lora_alpha": "much"}, GOOD, "lora_alpha or alpha_pattern is not read"),
@@ -59,19 +63,36 @@ BAD: list[tuple[dict[str, Any], Tensors, str]] = [
     ({}, {}, "it holds no tensor"),
     ({}, {A: GOOD[A]}, "q_proj has no lora_B"),
     ({}, {B: GOOD[B]}, "q_proj has no lora_A"),
+    ({}, {**GOOD, "base_model.model.lm_head.weight": zeros(2, 2)}, r"lm_head has a weight \(2, 2\); .* must be \("),
+    ({}, {**GOOD, f"{OUT}.weight": zeros(8, 8), f"{OUT}.bias": zeros(8)}, "o_proj was trained whole; .* no bias"),
+    ({}, {**GOOD, f"{OUT}.bias": zeros(8)}, "o_proj has no lora_A"),
+    ({}, {**GOOD, f"{NORM}.weight": zeros(8)}, "input_layernorm.weight is F32 .8,.; a matrix of floats is expected"),
+    ({}, {**GOOD, f"{TABLE}.lora_embedding_A": zeros(2, VOCAB)}, "embed_tokens has no lora_embedding_B"),
     (
         {},
-        {**GOOD, "base_model.model.lm_head.weight": zeros(2, 2)},
-        "tensor base_model.model.lm_head.weight is no lora_A",
+        {**GOOD, f"{TABLE}.lora_embedding_A": zeros(2, 7), f"{TABLE}.lora_embedding_B": zeros(8, 2)},
+        "has A .2, 7. and B",
     ),
+    ({}, {**GOOD, f"{OUT}.lora_embedding_A": zeros(2, 8)}, "o_proj has matrices of another kind of module"),
+    (
+        {"use_dora": True},
+        {**pair("lm_head", 2, 8, VOCAB), f"{LM}.lora_magnitude_vector": zeros(VOCAB)},
+        "DoRA of embeddings and heads",
+    ),
+    ({}, {**GOOD, ROWS: zeros(2, 8)}, "trainable_token_indices of adapter_config.json does not say which of the"),
+    ({"trainable_token_indices": [1, VOCAB]}, {**GOOD, ROWS: zeros(2, 8)}, "does not say which of the"),
+    ({"trainable_token_indices": [1, 1]}, {**GOOD, ROWS: zeros(2, 8)}, "does not say which of the"),
+    ({"trainable_token_indices": {"lm_head": [1, 2]}}, {**GOOD, ROWS: zeros(2, 8)}, "does not say which of the"),
+    (
+        {"trainable_token_indices": [1]},
+        {**GOOD, ROWS: zeros(2, 8)},
+        r"has \(2, 8\) of tokens that were trained; .* \(1, 8\)",
+    ),
+    ({}, {**GOOD, f"{NORM}.what": zeros(8)}, "tensor .*what is no lora_A or lora_B of a module"),
     ({}, pair("model.layers.1.self_attn.q_proj", 4, 8, 8), "this model .LlamaForCausalLM. has no such module"),
     ({}, pair("model.layers.0.self_attn.w_proj", 4, 8, 8), "w_proj: this model .* has no such module"),
-    (
-        {},
-        pair("model.embed_tokens", 4, 8, 1000),
-        "embed_tokens: this model .* has no such module, or none that adapters",
-    ),
-    ({}, pair("lm_head", 4, 8, 1000), "lm_head: this model .* has no such module, or none that adapters"),
+    ({}, pair("model.embed_tokens", 4, 8, VOCAB), "embed_tokens has matrices of another kind of module"),
+    ({}, pair("lm_head", 4, 8, VOCAB + 1), "lm_head has A .4, 8. and B"),
     (
         {},
         pair(QUERY, 4, 16, 8),
@@ -89,7 +110,7 @@ BAD: list[tuple[dict[str, Any], Tensors, str]] = [
 
 @pytest.mark.parametrize(("config", "tensors", "said"), BAD)
 def test_bad_adapters(config: dict[str, Any], tensors: Tensors, said: str, tmp_path: Path) -> None:
-    limits = Limits(8, ("q_proj", "w_proj", "embed_tokens", "lm_head"))
+    limits = Limits(8, ("q_proj", "w_proj", "embed_tokens", "lm_head", "o_proj"))
     with pytest.raises(ModelFilesError, match=said) as error:
         read_adapter(folder_of(tmp_path, tensors, **config), SPEC, limits)
     assert str(error.value).startswith(str(tmp_path))

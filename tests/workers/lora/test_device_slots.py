@@ -53,7 +53,7 @@ class Copies:
 def adapter(name: str) -> LoadedAdapter:
     values = torch.full((2 * LINE,), float(ord(name)))
     return LoadedAdapter(
-        Adapter(name, f"/{name}", name.encode() * 32), {}, Packed(values, torch.tensor([[0, LINE, LINE]]))
+        Adapter(name, f"/{name}", name.encode() * 32), {}, packed=Packed(values, torch.tensor([[0, LINE, LINE]]))
     )
 
 

@@ -19,7 +19,7 @@ from meshlm.workers.graphs import keys as graphs
 from meshlm.workers.output import logits_sampler, logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
-from meshlm.workers.output.logprobs import Details, in_chunks, prompt_logprobs, unpack
+from meshlm.workers.output.logprobs import Details, in_chunks, unpack
 from meshlm.workers.output.sampler import SampleRows, apply_mask, sample
 from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
 from meshlm.workers.rows.device_rows import DeviceRows
@@ -220,10 +220,10 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(monkeypatch: pytest.Mo
     case = Case(monkeypatch, CHUNK)
     states = torch.randn(7, HIDDEN)
     case.model.most_lines = 0
-    found = prompt_logprobs(states, case.rows.tokens[5, 2:9], 9, 3, case.model.logits).columns()
+    found = unpack(in_chunks(states, case.rows.tokens[5, 2:9].long(), 3, case.model.logits).numpy(), 3)
     assert case.model.most_lines == 2
     following = torch.from_numpy(case.tokens[5, 2:9]).long()
-    assert found == {9: logprobs.columns(case.model.logits(states), following, 3)}
+    assert found == logprobs.columns(case.model.logits(states), following, 3)
 
 
 def of_lines(allowed: dict[int, list[int]]) -> TokenMask:

@@ -21,14 +21,17 @@ from meshlm.runtime.process.events import Received, Send
 LIMITS = Limits(16)
 
 
-def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]], size: float = 0.25) -> Any:
+def save_adapters(
+    theirs: Any, folder: Path, configs: dict[str, dict[str, Any]], size: float = 0.25, *, with_base: bool = False
+) -> Any:
     """peft's model of `theirs` with an adapter of each of these settings, none of which leaves the model as it is. They are saved in
-    folders of their names. size: the standard deviation of A and B."""
+    folders of their names. size: the standard deviation of A and B. with_base: with the base's tables, where they are adapted."""
     import peft
 
     found: Any = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, whose older names peft uses
+        warnings.simplefilter("ignore", UserWarning)  # that weights are tied
         for name, settings in configs.items():
             config = peft.LoraConfig(**settings)
             if found is None:
@@ -37,11 +40,13 @@ def save_adapters(theirs: Any, folder: Path, configs: dict[str, dict[str, Any]],
                 found.add_adapter(name, config)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in found.named_parameters():
-        if ".lora_" in name:
+        if any(word in name for word in (".lora_", "modules_to_save", "trainable_tokens_delta")):
             values = torch.randn(parameter.shape, generator=generator)
+            if ".lora_" not in name:
+                values *= float(parameter.data.std()) / size  # as large as the base's
             # of DoRA: lengths, that are to be others than those of the base's rows
             parameter.data = parameter.data * (1 + values / 4) if "magnitude" in name else values * size
-    found.save_pretrained(folder, save_embedding_layers=False)
+    found.save_pretrained(folder, save_embedding_layers=with_base)
     return found.eval()
 
 
