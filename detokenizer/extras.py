@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.extras import Extra, Extras, find_extra
 from meshlm.protocol.grammar import Grammar
@@ -61,6 +62,11 @@ def _(extra: Grammar, encoding: Encoding) -> Grammar:
 def _(extra: SequenceBreakers, encoding: Encoding) -> SequenceBreakers:
     found = frozenset[int]().union(*map(encoding.tokens_with, extra.texts))
     return replace(extra, token_ids=array("i", sorted(found)).tobytes())
+
+
+@prepare.register
+def _(extra: Adapter, encoding: Encoding) -> Adapter:
+    return extra.in_prompt(encoding.token_ids)
 
 
 def check_audio(extras: Extras, max_audio_samples: int) -> None:

@@ -16,6 +16,7 @@ from meshlm.architectures.registry import weights_of
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.config.adapters import AdapterConfig
 from meshlm.protocol.model import ModelSpec
+from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.adapter_modules import CONFIG, AdaptedModule, adapted_modules, is_adaptable
 from meshlm.runtime.model_files.adapter_tensors import AdapterTensors
@@ -32,7 +33,6 @@ _PLAIN_STARTS = (
     "lora_ga",
 )  # of peft: those that leave the base as it is
 _ABSENT = {
-    "alora_invocation_tokens": "aLoRA is not there yet",
     "target_parameters": "adapters of experts are not there yet",
     "layer_replication": "layers cannot be replicated",
     "lora_bias": "biases of adapters are not read",
@@ -70,6 +70,7 @@ class AdapterFiles(NamedTuple):
     digest: bytes
     modules: tuple[AdaptedModule, ...]
     tensors: bytes  # the file of tensors, as it was when its digest was made
+    invocation: tuple[int, ...]  # token ids of an activated adapter; none: it is a plain one
 
 
 def read_adapter(folder: Path, spec: ModelSpec, limits: Limits) -> AdapterFiles:
@@ -90,16 +91,18 @@ def read_adapter(folder: Path, spec: ModelSpec, limits: Limits) -> AdapterFiles:
         last = module.name.rpartition(".")[2]
         if limits.target_modules and last not in limits.target_modules:
             raise ModelFilesError(f"{file}: it changes {last}, which --lora-target-modules does not name")
+    invocation = _invocation(folder / CONFIG, config, modules, spec.vocab_size)
     tensors.check_finite()
     digest = hashlib.sha256(hashlib.sha256((folder / CONFIG).read_bytes()).digest() + tensors.digest)
-    return AdapterFiles(digest.digest(), modules, tensors.data)
+    return AdapterFiles(digest.digest(), modules, tensors.data, invocation)
 
 
 def adapter_of(name: str, folder: Path, spec: ModelSpec, limits: Limits) -> Adapter:
     """What requests for it carry. ModelFilesError."""
     if why := wrong_name(name):
         raise ModelFilesError(f"adapter {name[:80]!r}: {why}")
-    return Adapter(name, str(folder.absolute()), read_adapter(folder, spec, limits).digest)
+    files = read_adapter(folder, spec, limits)
+    return Adapter(name, str(folder.absolute()), files.digest, pack_i32(files.invocation))
 
 
 def wrong_name(name: str) -> str:
@@ -116,6 +119,28 @@ def why_not(spec: ModelSpec) -> str:
     if spec.encoder_only or spec.audio_encoder is not None:
         return f"{spec.architecture} takes none; decoders of text do"
     return "" if any(map(is_adaptable, weights_of(spec).values())) else f"{spec.architecture} takes none"
+
+
+def _invocation(
+    file: Path, config: dict[str, Any], modules: tuple[AdaptedModule, ...], vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens that activate an adapter. ModelFilesError where they are none of the model's, or activate more than plain LoRA."""
+    tokens = config.get("alora_invocation_tokens")
+    if tokens is None:
+        return ()
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all(type(one) is int and 0 <= one < vocab_size for one in tokens)
+    ):
+        raise ModelFilesError(
+            f"{file}: alora_invocation_tokens must be ids of the model's {vocab_size} tokens, at least one"
+        )
+    if other := next((one for one in modules if one.parameter or one.whole or one.magnitude), None):
+        raise ModelFilesError(
+            f"{file}: alora_invocation_tokens: {other.name} is not adapted by lora_A and lora_B alone; aLoRA takes nothing else"
+        )
+    return tuple(tokens)
 
 
 def _check_config(file: Path, config: dict[str, Any], device: str) -> None:

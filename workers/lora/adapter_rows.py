@@ -55,6 +55,7 @@ class AdapterRows(RowExtra[Tensor]):
         self._loading: dict[bytes, threading.Lock] = {}
         self._slots: list[LoadedAdapter | None] = [None] * (slots + 1)  # NO_SLOT holds none
         self._rows: dict[int, int] = {}  # slot by row
+        self._first: dict[int, int] = {}  # position of the first token that it changes, by row
         self._failed: dict[int, RowFailed] = {}  # by row
 
     def prepare(self, extra: ExtraKind) -> RowFailed | None:
@@ -142,10 +143,11 @@ class AdapterRows(RowExtra[Tensor]):
             self._slots[slot] = loaded
         elif (held := self._slots[slot]) is not None:
             self._hold(held)
-        self._rows[new.row] = slot
+        self._rows[new.row], self._first[new.row] = slot, adapter.first
 
     def remove_row(self, row: int) -> None:
         self._failed.pop(row, None)
+        self._first.pop(row, None)
         slot = self._rows.pop(row, NO_SLOT)
         held = self._slots[slot]
         if held is None or slot in self._rows.values():
@@ -156,21 +158,22 @@ class AdapterRows(RowExtra[Tensor]):
             self._slots[slot] = None  # dropped, or used less recently than others
 
     def columns_of(self, new: NewRow) -> dict[str, int]:
-        return {"adapter": self._rows.get(new.row, NO_SLOT)}
+        return {"adapter": self._rows.get(new.row, NO_SLOT), "adapted_from": self._first.get(new.row, 0)}
 
     def of_step(self, step: StepColumns) -> StepAdapters | None:
         """What the layers add in this step; None where none of its rows has an adapter."""
         slots = self._columns["adapter"]
         if not slots[step.rows].any():
             return None
-        of_tokens = slots[step.of_tokens()[0]]
+        rows, positions = step.of_tokens()
+        of_tokens = np.where(positions >= self._columns["adapted_from"][rows], slots[rows], NO_SLOT)
         groups = []
         for slot in np.unique(of_tokens[of_tokens > NO_SLOT]).tolist():
             loaded, places = self._slots[slot], np.flatnonzero(of_tokens == slot)
             assert loaded is not None
             tokens = None if len(places) == len(of_tokens) else put(places, self._device)
             groups.append(TokensOfAdapter(tokens, loaded.layers, loaded.embedding, loaded.head))
-        return StepAdapters(groups)
+        return StepAdapters(groups) if groups else None
 
     def for_step(self, step: StepColumns) -> StepExtra[Tensor] | None:
         failed = {place: self._failed[row] for place, row in enumerate(step.rows.tolist()) if row in self._failed}

@@ -127,6 +127,7 @@ COLUMNS = (
     # of a pair of texts: where the second begins; 0: there is none
     Column("second_from", np.int32, None, on_device=False),
     Column("adapter", np.int32, None),  # the slot of its adapter; 0: it has none
+    Column("adapted_from", np.int32, None, on_device=False),  # the position of the first token that it changes
     Column("by_torch_until", np.int32, _by_torch_until, on_device=False),
     Column("has_lists", np.bool_, _has_lists, on_device=False),  # the general sampler looks at its ids
     Column("as_llama", np.bool_, lambda params: params.truncates_as_llama or params.repeats_less, on_device=False),
