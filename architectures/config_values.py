@@ -31,6 +31,14 @@ def positive(config: dict[str, Any], key: str, default: int | None = None) -> in
     return value
 
 
+def same_in_all(config: dict[str, Any], key: str, default: int | None = None) -> int:
+    """An integer that a file says once, or again for each layer. KeyError, ValueError."""
+    given = config.get(key)
+    if isinstance(given, list) and given and all(one == given[0] for one in given):
+        config = {key: given[0]}
+    return integer(config, key, default)
+
+
 def layer_kinds(given: Any, layers: int, known: Iterable[str]) -> list[str]:
     """The kind of each layer, as layer_types names them. ValueError."""
     if not isinstance(given, list) or len(given) != layers:

@@ -2,8 +2,6 @@
 Helium (Kyutai 2025): a Llama that turns neighbours.
 Seed-OSS (ByteDance Seed 2025): a Llama whose output projection may have a bias of its own.
 SmolLM3 (Bakouch et al. 2025): a Llama of which every fourth layer has no positions.
-HunYuan dense (Tencent 2025): a Llama whose query and key heads are normed behind their rotation.
-rope_type dynamic with an alpha stretches the base of the rotation once, whatever the length of a text.
 AFM (Arcee AI 2025): a Llama whose MLP has no gate, but a squared ReLU.
 CWM (Meta FAIR 2025): a Llama of which the first of every four layers sees all and the others slide.
 Apertus (Swiss AI 2025): a Llama with norms of its query and key heads, and an MLP without a gate whose function is learned (xIELU).
@@ -24,7 +22,6 @@ from meshlm.architectures import config_values, weights
 from meshlm.architectures.dense import dense_gguf, dense_spec, full_spec, one_window, sliding_layers, windowed_spec
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Weight
 from meshlm.architectures.layers import GGUF_KEYS, gguf_moe, moe_spec, with_attention, with_experts
-from meshlm.architectures.rope import rope_kind
 from meshlm.architectures.weights import ExpertNames, transformer_weights
 from meshlm.protocol.layers import MLP, Layers, LayerSpec
 from meshlm.protocol.model import ModelSpec
@@ -100,49 +97,6 @@ SMOLLM3 = Family(
     keys=frozenset(("no_rope_layers", "no_rope_layer_interval")),
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     gguf=GGUFFamily("smollm3", _smollm3_gguf, interleaved_heads=True),
-)
-_WANTED: dict[str, Any] = {"use_qk_norm": True, "norm_type": "rms", "use_cla": False, "use_rotary_pos_emb": True}
-_WITH_ALPHA = config_values.words("rope_type type rope_theta alpha beta_fast beta_slow factor mscale mscale_all_dim")
-
-
-def _hunyuan_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
-    config_values.only_these(config, _WANTED, architecture)
-    return replace(full_spec({**_stretched(config), "mlp_bias": False}, architecture), qk_norm=True)
-
-
-def _stretched(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the base that alpha makes of its own. ValueError."""
-    given = (config.get("rope_scaling") or {}, config.get("rope_parameters") or {})
-    if not all(isinstance(each, dict) for each in given):
-        return config
-    rope: dict[str, Any] = given[0] | given[1]
-    if rope_kind(rope) != "dynamic" or not rope.get("alpha"):
-        return config
-    if foreign := sorted(rope.keys() - _WITH_ALPHA):
-        raise ValueError(f"rope_type dynamic with alpha does not know {foreign[0]} (rope_scaling, rope_parameters)")
-    heads, hidden = config_values.integer(config, "num_attention_heads"), config_values.integer(config, "hidden_size")
-    dim = config_values.integer(config, "head_dim", hidden // max(1, heads))
-    if dim < 4:
-        raise ValueError(f"head_dim is {dim}; rope_type dynamic with alpha needs 4 at least")
-    theta = config_values.number(rope.get("rope_theta") or config.get("rope_theta") or 10000.0, "rope_theta")
-    theta *= config_values.number(rope["alpha"], "alpha") ** (dim / (dim - 2))
-    return {**config, "rope_scaling": None, "rope_parameters": None, "rope_theta": theta}
-
-
-def _renamed(name: str) -> str:
-    return name.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm.")
-
-
-HUNYUAN = Family(
-    architecture="HunYuanDenseV1ForCausalLM",
-    model_type="hunyuan_v1_dense",
-    spec=_hunyuan_spec,
-    weights=weights.transformer_weights,
-    keys=frozenset(_WANTED) | config_values.words("attention_head_dim cla_share_factor"),
-    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    rename=_renamed,
-    gguf=GGUFFamily("hunyuan-dense", partial(dense_gguf, qk_norm=True)),
-    model="meshlm.workers.models.llama_variants:HunYuan",
 )
 NUMBERS = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 """The parameters of xIELU (Huang and Schlag 2024), and the shapes of their tensors."""
@@ -353,4 +307,4 @@ MIXTRAL = Family(
     gguf=GGUFFamily("llama", _mixtral_gguf, GGUF_KEYS, experts=True, interleaved_heads=True),
     compiles=False,
 )
-FAMILIES = (LLAMA, HELIUM, SEED_OSS, SMOLLM3, HUNYUAN, ARCEE, CWM, APERTUS, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL)
+FAMILIES = (LLAMA, HELIUM, SEED_OSS, SMOLLM3, ARCEE, CWM, APERTUS, MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL)

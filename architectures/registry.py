@@ -21,10 +21,11 @@ class _Module(NamedTuple):
 
 _MODULES = {
     "llama": """
-        LlamaForCausalLM=llama HeliumForCausalLM HunYuanDenseV1ForCausalLM=hunyuan-dense
+        LlamaForCausalLM=llama HeliumForCausalLM
         ApertusForCausalLM=apertus ArceeForCausalLM=arcee CwmForCausalLM SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
         MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3
     """,
+    "hunyuan": "HunYuanDenseV1ForCausalLM=hunyuan-dense HunYuanMoEV1ForCausalLM=hunyuan-moe",
     "qwen": """
         Qwen2ForCausalLM=qwen2 Qwen3ForCausalLM=qwen3 QWenLMHeadModel=qwen Qwen2MoeForCausalLM=qwen2moe
         Qwen3MoeForCausalLM=qwen3moe
@@ -62,7 +63,7 @@ _MODULES = {
     "alibi": "BloomForCausalLM=bloom MptForCausalLM=mpt MPTForCausalLM FalconForCausalLM=falcon",
     "mamba": "Mamba2ForCausalLM=mamba2 MambaForCausalLM=mamba FalconMambaForCausalLM",
     "hybrid": "BambaForCausalLM FalconH1ForCausalLM=falcon-h1 JambaForCausalLM=jamba",
-    "short_states": "Lfm2ForCausalLM=lfm2 RecurrentGemmaForCausalLM",
+    "short_states": "Lfm2ForCausalLM=lfm2 Lfm2MoeForCausalLM=lfm2moe RecurrentGemmaForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM=qwen3next Qwen3_5ForCausalLM=qwen35 Qwen3_5MoeForCausalLM=qwen35moe",
     "whisper": "WhisperForConditionalGeneration",
 }

@@ -1,4 +1,5 @@
 """LFM2 (Liquid AI 2025): short convolutions between two gates, and attention in some layers; the state is the last inputs alone.
+LFM2-MoE (Liquid AI 2025): the same, with experts that are scored by sigmoids behind some dense layers.
 
 RecurrentGemma (Botev et al. 2024), of the Griffin architecture (De et al. 2024): two layers in three keep the state of a real-gated
 linear recurrent unit, the third has a window.
@@ -12,11 +13,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures.config_values import boolean, integer, number, positive, shown, words
+from meshlm.architectures.deepseek import GGUF_EXPERT_KEYS, with_gguf_experts
 from meshlm.architectures.dense import activation, dense_gguf, dense_spec, layers_that_attend
 from meshlm.architectures.family import Family, GGUFFamily, GGUFMetadata, MetadataError, Split, Weight
-from meshlm.architectures.layers import with_attention, with_states
+from meshlm.architectures.layers import moe_spec, with_attention, with_experts, with_states
 from meshlm.architectures.states import layers_of
-from meshlm.architectures.weights import Norms, columns, rows, transformer_weights
+from meshlm.architectures.weights import ExpertNames, Norms, columns, rows, transformer_weights
 from meshlm.protocol.layers import StateSpec
 from meshlm.protocol.model import ModelSpec
 
@@ -24,6 +26,7 @@ _NORMS = (("operator_norm", "attn_norm", "input_norm"), ("ffn_norm", "ffn_norm",
 _KINDS = {"conv": "state", "full_attention": "attention"}
 _PARTS = ("b", "c", "x")  # of in_proj: the gate before the convolution, the one behind it, and what is convolved
 _CONV = "shortconv"  # llama.cpp's name
+_LFM2_EXPERTS = ExpertNames("feed_forward.gate", "feed_forward.experts.{}", "w1", "w3", "w2")
 _FFN = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
@@ -90,7 +93,8 @@ def _lfm2_mixer(spec: ModelSpec) -> Iterator[Weight]:
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:
-    for weight in transformer_weights(spec, _NORMS, state=_lfm2_mixer, mlp=("feed_forward", "ffn_{}", "mlp")):
+    names = ("feed_forward", "ffn_{}", "mlp")
+    for weight in transformer_weights(spec, _NORMS, state=_lfm2_mixer, mlp=names, experts=_LFM2_EXPERTS):
         yield weight._replace(gguf="token_embd_norm.weight") if weight.parameter == "norm.weight" else weight
 
 
@@ -99,16 +103,23 @@ def _gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
     metadata, attends = layers_that_attend(metadata)
     spec = dense_gguf(metadata, architecture)
     if kernel < 2:
-        raise MetadataError(f"metadata lfm2.shortconv.l_cache is {kernel}; it must be two or more")
+        raise MetadataError(f"metadata {metadata.kind}.shortconv.l_cache is {kernel}; it must be two or more")
     return _with_states(spec, attends, kernel, bias=False)
 
 
 def _lfm2_renamed(name: str) -> str:
     name = name.replace("model.embedding_norm.", "model.norm.").replace("self_attn.out_proj.", "self_attn.o_proj.")
     name = re.sub(r"self_attn\.([qk])_layernorm\.", r"self_attn.\1_norm.", name)
+    name = name.replace("feed_forward.expert_bias", "feed_forward.gate.e_score_correction_bias")
     return re.sub(r"feed_forward\.(w[123])\.", lambda found: f"feed_forward.{_FFN[found[1]]}.", name)
 
 
+_LFM2_GGUF = GGUFFamily(
+    "lfm2",
+    _gguf,
+    words("shortconv.l_cache"),
+    packed={f"{_CONV}.in_proj": tuple(f"{_CONV}.{part}_proj" for part in _PARTS)},
+)
 LFM2 = Family(
     architecture="Lfm2ForCausalLM",
     model_type="lfm2",
@@ -123,14 +134,41 @@ LFM2 = Family(
     | {"norm_eps": 1e-5, "conv_L_cache": 3, "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0}
     | {"tie_word_embeddings": True},
     packed={"conv.in_proj": tuple(f"conv.{part}_proj" for part in _PARTS)},
-    gguf=GGUFFamily(
-        "lfm2",
-        _gguf,
-        words("shortconv.l_cache"),
-        packed={f"{_CONV}.in_proj": tuple(f"{_CONV}.{part}_proj" for part in _PARTS)},
-    ),
+    gguf=_LFM2_GGUF,
     rename=_lfm2_renamed,
     model="meshlm.workers.models.hybrid:Lfm2",
+)
+_FIXED = {"block_auto_adjust_ff_dim": False, "block_ff_dim": None}  # the MLPs' width is what the file says
+
+
+def _lfm2_moe_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    spec, first = _lfm2_spec({**config, **_FIXED}, architecture), integer(config, "num_dense_layers")
+    moe = replace(
+        moe_spec(config),
+        scoring_func="sigmoid",
+        correction_bias=boolean(config, "use_expert_bias"),
+        routed_scaling_factor=number(config["routed_scaling_factor"], "routed_scaling_factor"),
+    )
+    if first < 0:
+        raise ValueError(f"num_dense_layers is {first}; it must not be negative")
+    return with_experts(spec, moe, (layer >= first for layer in range(spec.num_hidden_layers)))
+
+
+def _moe_gguf(metadata: GGUFMetadata, architecture: str) -> ModelSpec:
+    return with_gguf_experts(metadata, _gguf(metadata, architecture), plain=2, norm_topk_prob=True, group_score="max")
+
+
+LFM2_MOE = LFM2._replace(
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    spec=_lfm2_moe_spec,
+    keys=words("""
+        norm_eps conv_bias conv_L_cache tie_embedding num_dense_layers num_experts num_experts_per_tok moe_intermediate_size
+        use_expert_bias routed_scaling_factor norm_topk_prob
+    """),
+    defaults={**LFM2.defaults, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4}
+    | {"moe_intermediate_size": 1792, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+    gguf=_LFM2_GGUF._replace(kind="lfm2moe", spec=_moe_gguf, keys=_LFM2_GGUF.keys | GGUF_EXPERT_KEYS, experts=True),
 )
 _GEMMA_NORMS: Norms = (("temporal_pre_norm", "", "input_norm"), ("channel_pre_norm", "", "post_norm"))
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -214,4 +252,4 @@ RECURRENT_GEMMA = Family(
     float16=False,
     model="meshlm.workers.models.recurrent_gemma:RecurrentGemma",
 )
-FAMILIES = (LFM2, RECURRENT_GEMMA)
+FAMILIES = (LFM2, LFM2_MOE, RECURRENT_GEMMA)

@@ -12,7 +12,7 @@ from served_engines import AGAIN, Engines, Reference, made, served
 from meshlm.protocol.kv import FullAttention, RecurrentState
 
 ALONE = ("mamba2", "mamba", "falcon-mamba")  # nothing attends
-PAGES = {**dict.fromkeys(ALONE, 4), "jamba": 16, "qwen3-next": 16, "qwen3.5": 16, "lfm2": 52}
+PAGES = {**dict.fromkeys(ALONE, 4), "jamba": 16, "qwen3-next": 16, "qwen3.5": 16, "lfm2": 52, "lfm2-moe": 52}
 SIZES = {**dict.fromkeys(ALONE, 16), "recurrentgemma": 32}  # of blocks, as states are large
 WINDOWED = ("recurrentgemma",)  # what attends has a window
 

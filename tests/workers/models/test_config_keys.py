@@ -77,7 +77,7 @@ def made(case: tuple[str, dict[str, Any]], **changed: Any) -> Model:
         if parameter.dim() == 1 or parameter_name.endswith("bias"):
             parameter.data += torch.randn_like(parameter) * 0.3
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith(("e_score_correction_bias", "layer_scalar")):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += torch.randn_like(buffer) * 0.3
     return Model(config, model)
 

@@ -83,7 +83,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path, monkeypatch: pytes
         if parameter.dim() == 1 or parameter_name.endswith("bias"):  # norms, biases and sinks
             parameter.data += torch.randn_like(parameter) * 0.3
     for buffer_name, buffer in theirs.named_buffers():
-        if buffer_name.endswith(("e_score_correction_bias", "layer_scalar")):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
             buffer += torch.randn_like(buffer) * 0.3
     theirs.save_pretrained(tmp_path)
     tokens = torch.randint(0, 211, (37,)).tolist()

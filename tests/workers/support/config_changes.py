@@ -13,6 +13,8 @@ _TABLE: dict[str, tuple[Any, ...]] = {
     "sliding_window": (5, None),
     "attention_chunk_size": (4,),
     "num_experts_per_tok": (1, 3),
+    "moe_topk": (1, [3, 3, 3], [1, 2, 2]),
+    "num_dense_layers": (0, 2),
     "num_key_value_heads": (1, 3, 6),
     "head_dim": (8, 24),
     "n_group": (2,),
@@ -148,7 +150,7 @@ NOT_CHANGED = words("""
     d_model n_embd n_embed n_head n_heads n_layer n_layers n_inner n_positions n_ctx max_seq_len seq_length num_heads head_dim
     attention_head_dim qk_head_dim qk_rope_head_dim global_head_dim num_global_key_value_heads linear_num_value_heads expand
     mamba_expand mamba_d_head mamba_d_ssm mamba_d_state mamba_n_heads time_step_rank num_experts num_local_experts
-    mlp_intermediate_size mamba_head_dim mamba_num_heads moe_intermediate_size shared_intermediate_size
+    mlp_intermediate_size mamba_head_dim mamba_num_heads moe_intermediate_size shared_intermediate_size num_shared_expert
     vocab_size_per_layer_input expansion_ratio block_dim block_ff_dim block_multiple_of conv_dim conv_dim_out
 
     _sliding_window_pattern sliding_window_pattern order_of_interleaved_layers layer_switch attn_type_list full_attn_idxs

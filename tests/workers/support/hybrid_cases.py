@@ -135,6 +135,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_bias": True,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2MoeConfig",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 36,
+            "initializer_range": 0.2,
+        },
+    ),
     "qwen3-next": (
         "Qwen3NextConfig",
         {

@@ -252,6 +252,7 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
         },
     ),
+    "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "initializer_range": 0.2}),
     "apertus": ("ApertusConfig", {"initializer_range": 0.2, "rope_parameters": _LLAMA3}),
     "phimoe": (
         "PhimoeConfig",

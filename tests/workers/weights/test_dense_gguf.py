@@ -99,6 +99,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}},
         {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scaling.original_context_length": 262144},
     ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1Config",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": 2, "initializer_range": 0.2},
+        {"expert_count": 6, "expert_used_count": 2, "expert_shared_feed_forward_length": 80, "expert_shared_count": 1},
+    ),
     "phimoe": (
         "PhimoeConfig",
         {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "initializer_range": 0.2},

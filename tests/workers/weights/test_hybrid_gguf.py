@@ -103,6 +103,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 8},
         {"shortconv.l_cache": 3},
     ),
+    "lfm2moe": (
+        "Lfm2MoeConfig",
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1, "num_experts": 6}
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 36},
+        {"shortconv.l_cache": 3, "expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 36}
+        | {"leading_dense_block_count": 1, "expert_gating_func": 2},
+    ),
     "mamba": ("MambaConfig", _MAMBA, _MAMBA_KEYS),
     "falcon-mamba": ("FalconMambaConfig", _MAMBA, _MAMBA_KEYS | {"ssm.dt_b_c_rms": True}),
     "mamba2": (
