@@ -5,7 +5,6 @@
 
 import sys
 from collections.abc import Iterable
-from functools import partial
 
 from meshlm.coordinator import replies
 from meshlm.coordinator.frontends import Frontends
@@ -15,6 +14,7 @@ from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
 from meshlm.coordinator.resting import Resting
+from meshlm.coordinator.rolling import Turns
 from meshlm.coordinator.routing import Choice, Policy, Router
 from meshlm.coordinator.weights import Weights
 from meshlm.protocol.adapters import AdapterList
@@ -24,9 +24,9 @@ from meshlm.protocol.edges import admit as edge
 from meshlm.protocol.edges import control
 from meshlm.protocol.edges.admit import Admit, EngineRequest, Load, Refused
 from meshlm.protocol.lockstep import JointReport
-from meshlm.protocol.operations import CallWorkers, OfCoordinator, Operation, OperationDone, Pause, Resume
+from meshlm.protocol.operations import OfCoordinator, Operation, OperationDone, Pause, Resume
 from meshlm.protocol.sleeping import AWAKE, Sleeping
-from meshlm.protocol.weights import WeightsVersion
+from meshlm.protocol.weights import Manifest, WeightsVersion
 from meshlm.protocol.wire.ids import COORDINATOR, HEAD, Epoch, ErrorKind, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
@@ -50,7 +50,7 @@ class Coordinator:
         lockstep: JointGroup | None = None,
         sleep_mode: bool = False,
         num_prefill_ranks: int = 0,
-        weights: WeightsVersion | None = None,
+        weights: Manifest | None = None,
         adapters_kept: int = 1,
         received: str = "",
     ) -> None:
@@ -64,7 +64,10 @@ class Coordinator:
         self.moving = Moves(self.router)
         self.sleeping: dict[Identity, Sleeping] = {}  # the ranks' workers, also while their schedulers are not there
         self.sleep_mode = sleep_mode
-        self.weights = Weights(weights or WeightsVersion(), partial(self._ask, COORDINATOR), self.ranks, received)
+        self.turns = Turns(self.router, self.moving, self.held, num_ranks)
+        self.weights = Weights(
+            weights or Manifest(WeightsVersion()), self._ask_for_weights, self.turns, self._no_turns, received
+        )
         self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, self.weights, first_rank)
         self.operations = Operations()
         self.lockstep = lockstep
@@ -79,10 +82,19 @@ class Coordinator:
     def handle(self, event: Event, now: float) -> list[Send]:
         before = self.weights.current
         effects = self.weights.heard(self._handle(event, now), now)
-        if self.weights.current.is_same(before):
-            return effects
-        self.weights.judge_all(self.router)
-        return [*effects, *self.frontends.serving_change()]
+        effects += self.weights.go_on(self.ranks, now)
+        if not self.weights.current.is_same(before):
+            self.weights.judge_all(self.router)
+            effects += self.frontends.serving_change()
+        return effects + self._look_again(now)
+
+    def _look_again(self, now: float) -> list[Send]:
+        """Where other ranks take requests than before: those that wait are sent, and some are moved."""
+        if self.router.changes == self._seen_changes:
+            return []
+        self._seen_changes = self.router.changes
+        self.moving.look_again(now)
+        return [*self._release(), *self.moving.rebalance(now)]
 
     def _handle(self, event: Event, now: float) -> list[Send]:
         match event:
@@ -101,10 +113,7 @@ class Coordinator:
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self.frontends.tick(),
                 ]
-        if self.router.changes != self._seen_changes:
-            self._seen_changes = self.router.changes
-            self.moving.look_again(now)
-            effects += [*self._release(), *self.moving.rebalance(now)]
+        effects += self._look_again(now)
         if self.resting is not None:
             effects += self.resting.go_on(now)
         if self.frontends.gate.due(now) and not self._full():
@@ -155,11 +164,20 @@ class Coordinator:
             self.router.set_roles(counts_of(text)["prefill"])
 
     def _ask(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
-        if isinstance(operation.action, CallWorkers) and (why := self.weights.no_call(self.ranks.values())):
+        if why := self.weights.not_now(operation.action, self.ranks.values()):
             return [Send(asker, OperationDone(operation.id, why))]
         if self.resting is not None and self.resting.takes(operation.action):
             return self.resting.wait(asker, operation, now)
         return self._ask_ranks(asker, operation, now)
+
+    def _ask_for_weights(self, operation: Operation, now: float, rank: Identity | None) -> list[Send]:
+        """All ranks, or this one between its last step and its next."""
+        if rank is None:
+            return self._ask(COORDINATOR, operation, now)
+        return self.operations.ask_one(COORDINATOR, operation, rank, now)
+
+    def _no_turns(self) -> str:
+        return replies.no_turns(self.num_ranks, self.lockstep is not None, self.frontends.asleep, self.frontends.paused)
 
     def _ask_ranks(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
         return self._asking(self.operations.ask(asker, operation, self.ranks, self.num_ranks, now))
@@ -178,6 +196,7 @@ class Coordinator:
         if known is not None and (known.incarnation > member.incarnation or known == member):
             return [*self._welcome(member.identity), Send(member.identity, self._list())] if known == member else []
         effects: list[Send] = []
+        self.turns.joined(member.identity, now)
         if known is not None and known.incarnation != member.incarnation:
             effects = self._lost(PeerLost(known.identity, known.incarnation), now)
         self.members[member.identity] = member
@@ -216,13 +235,14 @@ class Coordinator:
             rank_lost = edge.RankLost(edge.SchedulerIncarnation(lost.identity, lost.incarnation))
             told += [Send(identity, rank_lost) for identity in self.members if identity.role is Role.DETOKENIZER]
         elif lost.identity.role is Role.DETOKENIZER:
+            self.turns.detokenizer_lost(lost.identity, now)
             for request_id in [name for name, held in self.held.items() if held.sender == lost.identity]:
                 del self.held[request_id]
         return told + self._announce() + self.frontends.serving_change()
 
     def _set_ranks(self, num_ranks: int, now: float) -> list[Send]:
         """Ranks are added or removed. One that is removed gives back what it has not started and ends the rest."""
-        self.num_ranks = num_ranks
+        self.num_ranks = self.turns.num_ranks = num_ranks
         last = Identity(Role.SCHEDULER, num_ranks - 1)
         effects = self._asking(self.operations.joined(last, self.ranks, num_ranks, now))
         for gone in [identity for identity in self.sleeping if identity.index >= num_ranks]:
@@ -235,8 +255,7 @@ class Coordinator:
         return effects + self._drained() + self._release()
 
     def _drained(self) -> list[Send]:
-        drained = [rank.number for rank in self.ranks.values() if rank.retiring and rank.idle]
-        return [Send(HEAD, control.RankDrained(number)) for number in drained]
+        return [Send(HEAD, control.RankDrained(one.number)) for one in self.ranks.values() if one.retiring and one.idle]
 
     # --- requests ---
 
@@ -258,18 +277,12 @@ class Coordinator:
         return wanted if wanted < self.num_ranks else -1
 
     def _choose(self, admit: Admit) -> Choice | None:
-        name = admit.work.request_id
-        by = self.moving.holder(name)
-        return self.router.choose(admit.work, self._wanted(admit), admit.lost, name in self.moving, by)
+        return self.turns.choose(admit, self._wanted(admit))
 
     def _refusal(self, admit: Admit) -> Refused | None:
         work = admit.work
-        first, last = self.first_rank, self.first_rank + self.num_ranks - 1
-        if admit.dp_rank != -1 and not work.attempt and not admit.again and not first <= admit.dp_rank <= last:
-            name = "X-data-parallel-rank"
-            ranks = f"ranks {first} to {last}" if self.num_ranks > 1 else f"rank {first} only"
-            text = f"{name}: there is no rank {admit.dp_rank}; this mesh has {ranks}"
-            return Refused(work.handle, ErrorKind.INVALID, text, name)
+        if refused := replies.no_such_rank(admit, self.first_rank, self.num_ranks) or self.turns.refusal(admit):
+            return refused
         if work.attempt or work.output_token_ids or admit.again:
             return None  # it was let in before, and its client may read already
         if self._full():
@@ -329,7 +342,7 @@ class Coordinator:
         if rank is None or rank.incarnation != incarnation:
             return []
         first, could = rank.load is None, rank.serving
-        effects = self._returned(rank, load.returned, now)
+        effects = self.moving.returned(rank, load.returned, self.owner, self.members, now)
         if self.moving:
             for started in load.started:
                 self.moving.end(started.request_id)  # asked for too late
@@ -355,23 +368,6 @@ class Coordinator:
         effects += self.frontends.serving_change() if rank.serving is not self.frontends.serving else []
         return effects + self.frontends.answered(sender, load.answers)
 
-    def _returned(self, rank: Rank, returned: Iterable[edge.Returned], now: float) -> list[Send]:
-        """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again."""
-        found: dict[tuple[Identity, bool], list[edge.Returned]] = {}
-        for one in returned:
-            entry = rank.requests.get(one.request_id)
-            if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
-                self.router.drop(rank, one.request_id)
-                del self.owner[one.request_id]
-                if not one.handed_off:
-                    self.moving.begin((one.request_id,), now)
-            if one.handed_off and one.request_id not in self.owner:  # else a newer attempt of it has a rank already
-                self.moving.hand_off(one.request_id, rank, now)
-            member = self.members.get(one.detokenizer)
-            if member is not None and member.incarnation == one.incarnation:
-                found.setdefault((one.detokenizer, one.handed_off), []).append(one)
-        return replies.readmits(found)
-
     def _release(self) -> list[Send]:
         """Other ranks serve than before: requests that may go there are sent, in the order of arrival."""
         effects: list[Send] = []
@@ -385,13 +381,15 @@ class Coordinator:
     def _expire(self, now: float, wall_s: float) -> list[Send]:
         self.moving.expire(now)
         since = 0.0 if self.frontends.asleep else now
-        refused = {one: why for one, held in self.held.items() if (why := held.refusal(since, wall_s)) is not None}
+        over = ((one, held.refusal(since, wall_s) or self.turns.refusal(held.admit)) for one, held in self.held.items())
+        refused = {one: why for one, why in over if why is not None}
         return [Send(self.held.pop(one).sender, why) for one, why in refused.items()]
 
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.router.check()
         self.moving.check()
+        self.turns.check()
         for rank in self.ranks.values():
             assert rank.identity in self.members, "a rank that is no member"
             for request_id in rank.requests:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from meshlm.coordinator.core import Coordinator, Event
 from meshlm.coordinator.joint import JointGroup
 from meshlm.protocol.edges.admit import Admit, Assign
-from meshlm.protocol.weights import WeightsVersion
+from meshlm.protocol.weights import Manifest
 from meshlm.protocol.wire.ids import Identity, Incarnation
 from meshlm.runtime.errors import LinkDown, MessageTooLong
 from meshlm.runtime.mesh.mesh import Mesh
@@ -27,7 +27,7 @@ class CoordinatorApp(App):
     """The coordinator as a process: frontends end first and wait for their requests, so it has nothing left to drain."""
 
     _mesh: Mesh  # from start() on, as the core
-    _weights: WeightsVersion  # as the file of the run directory has it
+    _manifest: Manifest  # as the file of the run directory has it
 
     def __init__(self) -> None:
         self._core: Coordinator | None = None
@@ -35,7 +35,7 @@ class CoordinatorApp(App):
 
     async def start(self, mesh: Mesh) -> dict[str, str]:
         self._mesh, config, run_dir = mesh, mesh.config, Path(mesh.config.run.run_dir)
-        self._weights = manifest.read(run_dir) or config.require_resolved().weights
+        self._manifest = manifest.read(run_dir) or Manifest(config.require_resolved().weights)
         self._core = Coordinator(
             config.scheduler.max_waiting,
             config.parallel.data_parallel_size,
@@ -46,7 +46,7 @@ class CoordinatorApp(App):
             JointGroup(config.parallel.data_parallel_size, int(time.time() * 1e3)) if config.lockstep else None,
             config.worker.enable_sleep_mode,
             config.kv_transfer.num_prefill_ranks,
-            self._weights,
+            self._manifest,
             config.adapters.num_kept,
             str(received.folder_of(run_dir)) if config.worker.receives_weights else "",
         )
@@ -61,9 +61,9 @@ class CoordinatorApp(App):
     def _do(self, event: Event) -> None:
         assert self._core is not None
         effects = self._core.handle(event, asyncio.get_running_loop().time())
-        if self._core.weights.current != self._weights:  # before any rank is told: whoever dies comes back with it
-            self._weights = self._core.weights.current
-            manifest.write(Path(self._mesh.config.run.run_dir), self._weights)
+        if self._core.weights.manifest != self._manifest:  # before any rank is told: whoever dies comes back with it
+            self._manifest = self._core.weights.manifest
+            manifest.write(Path(self._mesh.config.run.run_dir), self._manifest)
         for effect in effects:
             self._send(effect.to, effect.message)
 

@@ -11,6 +11,7 @@ from meshlm.coordinator.roles import RankRole
 from meshlm.protocol.counts import ProcessCounts
 from meshlm.protocol.edges.admit import Load
 from meshlm.protocol.edges.control import GraphCounts, RankStats
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 
 # The figures of a rank that stand in its Load under the same names.
@@ -46,6 +47,7 @@ class Rank:
     graphs: GraphCounts = GraphCounts()  # as its worker said last
     counts: ProcessCounts = ProcessCounts()  # as it said last
     retiring: bool = False
+    closed: bool = False  # it is its turn to change its weights (rolling.py)
     role: RankRole = RankRole.BOTH
     requests: dict[RequestId, Entry] = field(default_factory=dict)  # in the order of dispatch
     prefill_tokens: int = 0
@@ -69,7 +71,17 @@ class Rank:
 
     @property
     def open(self) -> bool:
-        return self.load is not None and self.load.serving and not self.retiring
+        return self.load is not None and self.load.serving and not self.retiring and not self.closed
+
+    @property
+    def weights(self) -> WeightsVersion | None:
+        """Which its workers have, or are about to have; None: they have not said it yet."""
+        return None if self.load is None else self.load.weights
+
+    @property
+    def behind(self) -> str:
+        """Why they do not have those weights; empty: nothing is known against it."""
+        return "" if self.load is None else self.load.behind
 
     @property
     def kv_pressure(self) -> float:

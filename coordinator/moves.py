@@ -5,12 +5,14 @@ Pure; owned by core.py. rehome.py says which requests should leave; this asks th
 at no rank. Where they go is decided when their detokenizer admits them again, which is the core's part.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from meshlm.coordinator import rehome
 from meshlm.coordinator.ledger import Rank
+from meshlm.coordinator.replies import readmits
 from meshlm.coordinator.routing import Router
-from meshlm.protocol.edges.admit import GiveBack
+from meshlm.protocol.edges.admit import GiveBack, Returned
+from meshlm.protocol.edges.control import Member
 from meshlm.protocol.wire.ids import Identity, RequestId
 from meshlm.runtime.process.events import Send
 
@@ -19,7 +21,7 @@ RESCUE_S = 0.1  # between two looks for room for what has no workers
 
 
 class Moves:
-    """`router` is the core's; it is only read."""
+    """`router` is the core's."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -39,6 +41,31 @@ class Moves:
     def begin(self, request_ids: Iterable[RequestId], now: float) -> None:
         """Asked back, or known to be nowhere: their detokenizer admits them again."""
         self._until.update(dict.fromkeys(request_ids, now + MOVE_S))
+
+    def returned(
+        self,
+        rank: Rank,
+        returned: Iterable[Returned],
+        owner: dict[RequestId, Identity],
+        members: Mapping[Identity, Member],
+        now: float,
+    ) -> list[Send]:
+        """Requests that a rank gave back: nobody has them now but their detokenizers, which admit them again. owner: the rank of each
+        request, which forgets these."""
+        found: dict[tuple[Identity, bool], list[Returned]] = {}
+        for one in returned:
+            entry = rank.requests.get(one.request_id)
+            if entry is not None and (entry.attempt, entry.incarnation) == (one.attempt, one.incarnation):
+                self._router.drop(rank, one.request_id)
+                del owner[one.request_id]
+                if not one.handed_off:
+                    self.begin((one.request_id,), now)
+            if one.handed_off and one.request_id not in owner:  # else a newer attempt of it has a rank already
+                self.hand_off(one.request_id, rank, now)
+            member = members.get(one.detokenizer)
+            if member is not None and member.incarnation == one.incarnation:
+                found.setdefault((one.detokenizer, one.handed_off), []).append(one)
+        return readmits(found)
 
     def hand_off(self, request_id: RequestId, rank: Rank, now: float) -> None:
         """This rank gave it back with its first token. It is no sign of a rank without room, so it holds up no other move."""

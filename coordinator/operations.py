@@ -63,6 +63,10 @@ class Operations:
         self._held[operation.id] = _Held(asker, operation, now + HOLD_S)
         return []
 
+    def ask_one(self, asker: Identity, operation: Operation, rank: Identity, now: float) -> list[Send]:
+        """Send it to this rank alone."""
+        return self._send(asker, operation, (rank,), now)
+
     def joined(self, rank: Identity, ranks: Collection[Identity], num_ranks: int, now: float) -> list[Send]:
         """A rank is there, or another number of them is wanted: what waited for that is asked now."""
         effects = []

@@ -103,6 +103,12 @@ class Router:
         rank.retiring = retiring
         self._reorder(rank)
 
+    def close(self, rank: Rank, closed: bool) -> None:
+        """Give it no new requests until its weights have changed."""
+        if rank.closed is not closed:
+            rank.closed = closed
+            self._reorder(rank)
+
     @property
     def num_open(self) -> int:
         return sum(map(len, self._order.values()))
@@ -116,11 +122,13 @@ class Router:
         lost: Iterable[SchedulerIncarnation] = (),
         again: bool = False,
         handed_off: Rank | None = None,
+        returns: bool = False,
     ) -> Choice | None:
         """The rank for a request: the wanted one, or the policy's; none of those incarnations that are `lost`, or that came before
         them. None when none may have it.
 
-        `again`: it is taken from a rank for the sake of balance, which round-robin would not give. `handed_off`: by this rank."""
+        `again`: it is taken from a rank for the sake of balance, which round-robin would not give. `handed_off`: by this rank.
+        returns: it may have been at the wanted rank before, which takes it though it is closed."""
         over: Over = {one.scheduler: one.incarnation for one in lost}
         chain: Chain = []
         found: Found = []
@@ -132,7 +140,8 @@ class Router:
         leg = self._leg(work, found, holder)
         if wanted != -1:
             rank = self._by_number.get(wanted)
-            if rank is None or not rank.open or _is_over(rank, over):
+            is_open = rank is not None and (rank.open or (returns and rank.serving))
+            if rank is None or not is_open or _is_over(rank, over):
                 return None
         else:
             in_turn = self.policy == "round-robin" and not again
@@ -160,7 +169,9 @@ class Router:
         elif holder is None and choice.found and choice.found[0][0] > cached:
             most, mask = min(choice.found[0][0], most), choice.found[0][1]
             numbers = (number for number in range(mask.bit_length()) if mask >> number & 1)
-            there = [one for one in map(self._by_number.__getitem__, numbers) if one.serving]
+            there = [
+                one for one in map(self._by_number.__getitem__, numbers) if one.serving and one.weights == rank.weights
+            ]
             holder = min(there, key=lambda one: (one.score, one.number), default=None)
         hands_off = (
             not is_pinned
@@ -264,10 +275,11 @@ class Router:
         before, rank.load = rank.load, load
         self.num_fresh -= rank.num_fresh
         rank.num_fresh = 0
-        if before is not None and before.serving and not load.serving:
+        has_changed = before is not None and before.weights is not None and before.weights != load.weights
+        if before is not None and before.serving and (has_changed or not load.serving):
             self.adapters.forget(rank.number)
             if self.index is not None:
-                self.index.forget(rank.number)  # its cache is gone with its workers
+                self.index.forget(rank.number)  # its cache is gone with its workers, or of no use to other weights
         self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
         for started in load.started:
             self._started(rank, started)

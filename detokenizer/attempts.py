@@ -71,12 +71,12 @@ class Attempts:
         self._counts.histograms["request_route_time_seconds"].observe(request.route_s)
         return self._leave(routed.scheduler) if self._incarnations.over(routed.scheduler, routed.incarnation) else []
 
-    def heard(self, handle: int, scheduler: SchedulerIncarnation) -> None:
-        """The first token of an attempt: this scheduler has it, even where the coordinator died before it said so."""
+    def heard(self, handle: int, scheduler: SchedulerIncarnation, weights: str) -> None:
+        """The first token of an attempt, or of other weights: this scheduler has it, even where the coordinator could not say so."""
         request = self._journal.by_handle.get(handle)
         if request is not None:
             request.move(RequestStatus.HEARD)
-            request.scheduler = scheduler
+            request.scheduler, request.weights = scheduler, weights or request.weights
 
     def _end(self, request: RequestState, reason: FinishReason, *why: Any) -> list[Effect]:
         """A terminal row of its own. why: see Journal.finish_row."""

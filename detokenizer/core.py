@@ -193,8 +193,8 @@ class Detokenizer:
         """Rows of tokens. One token that needs a table look-up alone, as nearly all, is decoded here; what needs more, by `_known`."""
         handles, starts, tokens = ints(deltas.handles), ints(deltas.starts), ints(deltas.token_ids)
         counts = ints(deltas.counts) if deltas.counts else [1] * len(handles)
-        for row in deltas.first:
-            self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation))
+        for row, first in deltas.first.items():
+            self.attempts.heard(handles[row], SchedulerIncarnation(sender, incarnation), first.weights)
         ended = {end.row: end for end in deltas.ended}
         # Where a vector is, there is an end.
         detailed = {*ended, *deltas.first, *deltas.logprobs, *deltas.prompt_logprobs, *deltas.drafts}

@@ -52,6 +52,7 @@ class RequestState:
     deaths: tuple[Death, ...] = ()  # of schedulers and the coordinator, that it met since the last token
     num_in_hand: int = 0  # deaths of schedulers and the coordinator that had it in hand
     begun_with: int = 0  # tokens that there were after the last such death
+    weights: str = field(init=False)  # WeightsVersion.label of what computed its last token
     num_crashes: int = 0  # deaths of workers at ranks that gave it back, without a token between them ...
     crashed_at: int = 0  # ... and its tokens then
     decoder: Decoder | None = None
@@ -78,6 +79,7 @@ class RequestState:
         submit = self.submit
         self.request_id = self.work_id = submit.request_ids[choice]
         self.frontend_handle, self.attempt, self.sampling = submit.handles[choice], submit.attempt, submit.sampling
+        self.weights = submit.weights
         cuts = submit.retry.cuts if submit.retry is not None else ()
         self.cut = cuts[choice] if choice < len(cuts) else 0
         self.arrival_s, self.num_told = submit.arrival_s, len(submit.delivered) // 4
@@ -183,4 +185,5 @@ class RequestState:
             deadline_s=self.submit.deadline_s,
             num_crashes=self.num_crashes if len(self.output_token_ids) == self.crashed_at else 0,
             extras=self.extras,
+            weights=self.weights if self.output_token_ids else "",
         )

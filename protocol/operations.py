@@ -11,7 +11,7 @@ from typing import NewType
 
 from msgspec import Struct
 
-from meshlm.protocol.weights import WeightsVersion
+from meshlm.protocol.weights import RollMode, WeightsVersion
 
 OperationId = NewType("OperationId", str)  # unique in the mesh
 
@@ -65,9 +65,11 @@ class CallWorkers(Struct, frozen=True, tag="call_workers", omit_defaults=True):
     limit_s: float = 1800.0
 
 
-class BeginUpdate(Struct, frozen=True, tag="begin_update"):
-    """A trainer is about to update the weights, step by step: others may not until it has finished. The coordinator's alone, like
-    the next five."""
+class BeginUpdate(Struct, frozen=True, tag="begin_update", omit_defaults=True):
+    """A trainer is about to update the weights, step by step: others may not until it has finished. rolling: one rank alone
+    checks them, while others serve. The coordinator's alone, like the next five."""
+
+    rolling: bool = False
 
 
 class StageWeights(Struct, frozen=True, tag="stage_weights"):
@@ -85,19 +87,23 @@ class StageTensors(Struct, frozen=True, tag="stage_tensors"):
 
 class FinishUpdate(Struct, frozen=True, tag="finish_update", omit_defaults=True):
     """All workers take what was staged, under this name. keep_kv: requests that run go on with the KV of the old weights; else it is
-    computed anew. drop: nothing is taken, the trainer's turn is over."""
+    computed anew. drop: nothing is taken, the trainer's turn is over. rolling: ranks take them one after another (Roll.mode); None: all
+    at once."""
 
     name: str = ""
     keep_kv: bool = False
     drop: bool = False
+    rolling: RollMode | None = None
 
 
 class UpdateWeights(Struct, frozen=True, tag="update_weights", omit_defaults=True):
-    """All three at once. source: empty: where the weights were read before, whose files may be others now."""
+    """All three at once. source: empty: where the weights were read before, whose files may be others now. rolling: as in FinishUpdate,
+    and one rank alone checks them."""
 
     source: str = ""
     name: str = ""
     keep_kv: bool = False
+    rolling: RollMode | None = None
 
 
 class NameWeights(Struct, frozen=True, tag="name_weights"):

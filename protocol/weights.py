@@ -6,6 +6,7 @@ requests. The manifest of a version, its source and its digest, is all that is n
 """
 
 import hashlib
+from typing import Literal
 
 from msgspec import Struct
 
@@ -48,3 +49,23 @@ class WeightsVersion(Struct, frozen=True, omit_defaults=True):
         """The version of a worker of this one whose weights this call has changed: all that do the same have the same then."""
         digest = hashlib.sha256(f"{self.digest} {call}".encode()).hexdigest()
         return WeightsVersion(self.number + 1, digest=digest)
+
+
+RollMode = Literal["wait", "keep", "abort"]
+
+
+class Roll(Struct, frozen=True, omit_defaults=True):
+    """Ranks take the mesh's version one after another. `others`: the versions that serve beside it until the last rank has it. `mode`:
+    what becomes of the requests that run at the rank whose turn it is: they run to their end there (wait), go on with whichever version
+    (keep), or end (abort). is_back: a rank could not have the new one, and all go back to the one before."""
+
+    others: tuple[WeightsVersion, ...]
+    mode: RollMode = "wait"
+    is_back: bool = False
+
+
+class Manifest(Struct, frozen=True, omit_defaults=True):
+    """The mesh's version, and the roll to it that is not over."""
+
+    version: WeightsVersion
+    roll: Roll | None = None

@@ -51,7 +51,10 @@ class Wishes:
         before, workers.weights = workers.weights, wish.version
         has_it = workers.rank.session in (Session.SERVING, Session.ASLEEP) and not workers.behind
         self.keeps_kv = wish.keep_kv
-        return not (has_it and before is not None and before.is_same(wish.version))
+        if has_it and before is not None and before.is_same(wish.version):
+            return False
+        workers.behind = ""  # of what it is to have now, nothing is known
+        return True
 
     def _overtaken(self, wish: Wish) -> list[Send]:
         """The answers to those whose place this one takes."""

@@ -18,9 +18,10 @@ class InitRequest(Struct, frozen=True, kw_only=True):
 
 
 class StartRequest(Struct, frozen=True, kw_only=True):
-    """POST /start_weight_update."""
+    """POST /start_weight_update. rolling: one rank alone checks the weights, while the others serve."""
 
     is_checkpoint_format: bool = True
+    rolling: bool = False
 
 
 class UpdateRequest(Struct, frozen=True, kw_only=True):
@@ -32,21 +33,24 @@ class UpdateRequest(Struct, frozen=True, kw_only=True):
 class FinishRequest(Struct, frozen=True, kw_only=True):
     """POST /finish_weight_update. weight_version: the name of the new weights. mode: what becomes of requests that run: they go on,
     run to their end before, or end before. keep_kv: those that go on do so with the KV of the old weights; else it is computed anew.
-    abort: what was checked is dropped."""
+    abort: what was checked is dropped. rolling: ranks change one after another while the others serve. Without a mode, requests go on
+    (keep); rolling, they run to their end (wait)."""
 
     weight_version: Name = ""
-    mode: Mode = "keep"
+    mode: Mode | None = None
     keep_kv: bool = False
     abort: bool = False
+    rolling: bool = False
 
 
 class DiskUpdate(Struct, frozen=True, kw_only=True):
-    """POST /update_weights_from_disk. flush_cache: what runs is computed anew. mode: as in FinishRequest."""
+    """POST /update_weights_from_disk. flush_cache: what runs is computed anew. mode, rolling: as in FinishRequest."""
 
     model_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     weight_version: Name = ""
-    mode: Mode = "keep"
+    mode: Mode | None = None
     flush_cache: bool = True
+    rolling: bool = False
 
 
 class NameRequest(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.openai import weights_schema as schema
 from meshlm.frontend.openai.schema import CollectiveRpcRequest
 from meshlm.frontend.openai.weights_schema import DiskUpdate, FinishRequest, InitRequest, StartRequest, UpdateRequest
 from meshlm.frontend.operator import mesh_operations
@@ -18,6 +19,7 @@ from meshlm.protocol import operations as ops
 from meshlm.protocol import weight_transfer as transfer
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.operations import Action
+from meshlm.protocol.weights import RollMode
 
 NO_TENSORS = (
     "tensors are not sent here: start the server with --weight-transfer-config, or write the weights to a folder and give "
@@ -59,7 +61,7 @@ def _refused() -> Iterator[None]:
 async def start(backend: MeshOperations, asked: StartRequest) -> dict[str, Any]:
     if not asked.is_checkpoint_format:
         raise HttpError(409, "is_checkpoint_format: weights come as a checkpoint has them", "is_checkpoint_format")
-    await _done(backend, ops.BeginUpdate())
+    await _done(backend, ops.BeginUpdate(asked.rolling))
     return {"message": "Weight update started"}
 
 
@@ -85,15 +87,25 @@ async def finish(backend: MeshOperations, asked: FinishRequest) -> dict[str, Any
     if asked.abort:
         await _done(backend, ops.FinishUpdate(drop=True))
         return {"message": "Weight update dropped"}
-    await _changed(backend, ops.FinishUpdate(asked.weight_version, asked.keep_kv), asked.mode)
+    rolling = _rolling(asked.rolling, asked.mode, "keep_kv" if asked.keep_kv else "")
+    action = ops.FinishUpdate(asked.weight_version, asked.keep_kv, rolling=rolling)
+    await _changed(backend, action, "keep" if asked.rolling else asked.mode or "keep")
     return {"message": "Weight update finished"}
 
 
 async def from_disk(backend: MeshOperations, asked: DiskUpdate) -> dict[str, Any]:
-    await _changed(
-        backend, ops.UpdateWeights(asked.model_path, asked.weight_version, not asked.flush_cache), asked.mode
-    )
+    rolling = _rolling(asked.rolling, asked.mode, "" if asked.flush_cache else "flush_cache")
+    action = ops.UpdateWeights(asked.model_path, asked.weight_version, not asked.flush_cache, rolling)
+    await _changed(backend, action, "keep" if asked.rolling else asked.mode or "keep")
     return {"success": True, "message": "Weights updated"}
+
+
+def _rolling(asked: bool, mode: schema.Mode | None, keeps_kv: str) -> RollMode | None:
+    """What becomes of requests in a roll; None: there is none. keeps_kv: the field that wants old KV kept, which no roll can."""
+    if asked and keeps_kv:
+        text = f"{keeps_kv}: rolling, no request goes on with the KV of other weights"
+        raise HttpError(400, text, keeps_kv)
+    return (mode or "wait") if asked else None
 
 
 async def rename(backend: MeshOperations, name: str) -> dict[str, Any]:

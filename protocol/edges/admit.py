@@ -30,6 +30,9 @@ class EngineRequest(Struct, frozen=True, omit_defaults=True):
     deadline_s: float = 0.0  # wall clock; 0: none
     num_crashes: int = 0  # workers, at other ranks, that died with it in a step since its last token
     extras: Extras = ()
+    weights: str = (
+        ""  # WeightsVersion.label of what computed its last output token; empty: there is none, or nobody knows
+    )
 
     @property
     def reads_prefix_cache(self) -> bool:

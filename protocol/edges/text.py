@@ -180,6 +180,7 @@ class Submit(Struct, frozen=True, tag="submit"):
     dp_rank: int = -1  # -1: the coordinator chooses
     retry: Retry | None = None
     extras: Extras = ()
+    weights: str = ""  # resume: which version of the weights computed the last of `delivered`
     suspect: bool = False  # a detokenizer died with it in hand: it is encoded beside no other suspect
 
 

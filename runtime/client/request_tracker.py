@@ -127,7 +127,11 @@ class RequestTracker:
         choice.handle = self.new_handle()  # late rows of the attempt before are nobody's
         delivered = choice.token_ids.tobytes()
         choice.submit = msgspec.structs.replace(
-            choice.submit, attempt=attempt, delivered=delivered, num_logprobs=len(choice.logprobs)
+            choice.submit,
+            attempt=attempt,
+            delivered=delivered,
+            num_logprobs=len(choice.logprobs),
+            weights=choice.weights[-1][1] if choice.weights else "",
         )
         self.placement.wait(choice)
 

@@ -137,7 +137,7 @@ def test_any_history_ends_with_one_version(history: list[tuple[str, int]]) -> No
             lives[rank] = type(LIFE)(lives[rank] + 1)
             mesh.has[rank] = START
             asked += mesh.join(rank, lives[rank])
-        elif what == "call" and not mesh.core.weights.no_call(mesh.core.ranks.values()):
+        elif what == "call" and not mesh.core.weights.not_now(ops.CallWorkers("f", b"{}"), mesh.core.ranks.values()):
             mesh.has[rank] = mesh.has[rank].after_call(str(number))
         asked += mesh.report(rank, lives[rank]) + mesh.tick()
         asked = [send for send in asked if isinstance(send.message, Operation)]

@@ -1,29 +1,31 @@
 """Weights that change while a mesh serves: it never has two models, whatever dies, comes, sleeps or is refused."""
 
-import os
-import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
-from changing_weights import EXTENSION, call, not_ready, post, versions, write
+from changing_weights import (
+    EXTENSION,
+    Models,
+    call,
+    kill,
+    not_ready,
+    pinned,
+    post,
+    three_models,
+    update,
+    versions,
+    write,
+)
 from serving import MESHLM, Serving, serving
 from split_models import FLAGS, PROMPTS, greedy
 from waiting import until
 
 pytestmark = pytest.mark.mesh
+models = pytest.fixture(scope="module")(three_models)
 DEV = (*FLAGS, "--server-dev-mode")
-Models = tuple[list[str], list[list[list[int]]]]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Three folders, and the greedy tokens of each."""
-    folder = tmp_path_factory.mktemp("models")
-    names = [str(folder / name) for name in "abc"]
-    return names, [write(Path(name), seed) for seed, name in enumerate(names)]
 
 
 @pytest.fixture
@@ -33,27 +35,10 @@ def extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str
     return "--worker-extension-cls", "changes_of_weights.Changes"
 
 
-def kill(server: Serving, role: str) -> None:
-    os.kill(server.pid(role), signal.SIGKILL)
-
-
 def scale(server: Serving, num_ranks: int) -> None:
     command = [MESHLM, "scale", "--dp", str(num_ranks), "--run-dir", server.run_dir]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd="/", check=False)
     assert done.returncode == 0, done.stderr
-
-
-def update(server: Serving, folder: str, name: str = "", **more: object) -> None:
-    post(server, "/update_weights_from_disk", {"model_path": folder, "weight_version": name, **more})
-
-
-def pinned(server: Serving, rank: int) -> list[int]:
-    body = {"prompt": PROMPTS[0], "max_tokens": 24, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
-    headers = {"X-data-parallel-rank": str(rank)}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=300)
-    assert answer.status_code == 200, answer.text
-    ids: list[int] = answer.json()["choices"][0]["token_ids"]
-    return ids
 
 
 def test_what_only_memory_had_is_gone_with_a_worker_and_nobody_answers_in_its_place(

@@ -45,7 +45,7 @@ class WorkerWeights:
 
     def to_begin_with(self, asked: WeightsVersion | None) -> MeshConfig:
         """The configuration with which the engine is made. asked: by a Reset; None: as the run directory says."""
-        wanted = asked or manifest.read(Path(self._config.run.run_dir)) or self.start
+        wanted = asked or manifest.version(Path(self._config.run.run_dir)) or self.start
         for one in (wanted, self.start):
             try:
                 found = self._readable(one)

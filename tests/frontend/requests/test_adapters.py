@@ -6,15 +6,13 @@ from collections.abc import Callable
 import pytest
 from tiny_models import resolved_of, spec_of
 
+from meshlm.coordinator.core import Coordinator
 from meshlm.coordinator.frontends import Frontends
-from meshlm.coordinator.routing import Router
-from meshlm.coordinator.weights import Weights
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.requests import adapters as module
 from meshlm.frontend.requests.adapters import Adapters
 from meshlm.protocol.adapters import Adapter, AdapterList
 from meshlm.protocol.edges.control import Member
-from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime.errors import LinkDown
 
@@ -39,9 +37,8 @@ class Mesh:
     def restart(self) -> None:
         """Another coordinator, which knows nothing."""
         members = {identity: Member(identity, Incarnation(1), "ipc://x") for identity in self.frontends}
-        self.coordinator = Frontends(
-            members, Router("cache-aware", True), {}, {}, Weights(WeightsVersion(), lambda *_: [], {}), 0
-        )
+        core = Coordinator(1, 1)
+        self.coordinator = Frontends(members, core.router, {}, {}, core.weights, 0)
         for identity, frontend in self.frontends.items():
             frontend.coordinator_up(self.sender(identity))
 

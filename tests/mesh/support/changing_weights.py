@@ -1,12 +1,16 @@
 """Models with the same shape and other weights, and a worker extension that changes them in memory."""
 
+import os
+import signal
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 from serving import Serving
 from split_models import COUNT, PROMPTS, SHAPE, small_model
 
+Models = tuple[list[str], list[list[list[int]]]]
 EXTENSION = """
 import torch
 
@@ -76,3 +80,27 @@ def not_ready(server: Serving) -> str:
     """Why the mesh serves nobody; empty: it does."""
     answer = httpx.get(f"{server.url}/ready", timeout=60)
     return "" if answer.status_code == 200 else answer.text
+
+
+def three_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Three folders, and the greedy tokens of each."""
+    folder = tmp_path_factory.mktemp("models")
+    names = [str(folder / name) for name in "abc"]
+    return names, [write(Path(name), seed) for seed, name in enumerate(names)]
+
+
+def kill(server: Serving, role: str) -> None:
+    os.kill(server.pid(role), signal.SIGKILL)
+
+
+def update(server: Serving, folder: str, name: str = "", **more: object) -> None:
+    post(server, "/update_weights_from_disk", {"model_path": folder, "weight_version": name, **more})
+
+
+def pinned(server: Serving, rank: int) -> list[int]:
+    body = {"prompt": PROMPTS[0], "max_tokens": 24, "ignore_eos": True, "temperature": 0, "return_token_ids": True}
+    headers = {"X-data-parallel-rank": str(rank)}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=300)
+    assert answer.status_code == 200, answer.text
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids

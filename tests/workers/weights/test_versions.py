@@ -8,7 +8,7 @@ import pytest
 from model_folders import folder_with
 
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.weights import UNKNOWN, WeightsVersion
+from meshlm.protocol.weights import UNKNOWN, Manifest, WeightsVersion
 from meshlm.runtime.model_files import manifest
 from meshlm.runtime.model_files.digest import digest_of
 from meshlm.supervisor.settings import flags, resolve
@@ -51,8 +51,8 @@ def version(folder: Path, number: int = 1) -> WeightsVersion:
 def test_it_begins_with_the_weights_of_the_mesh(config: MeshConfig, tmp_path: Path) -> None:
     weights = WorkerWeights(config)
     assert weights.to_begin_with(None).require_resolved().model_path == str(tmp_path / "a")
-    manifest.write(tmp_path, newer := version(tmp_path / "b"))
-    assert manifest.read(tmp_path) == newer
+    manifest.write(tmp_path, Manifest(newer := version(tmp_path / "b")))
+    assert manifest.version(tmp_path) == newer
     assert WorkerWeights(config).to_begin_with(None).require_resolved().model_path == str(tmp_path / "b")
     asked = WorkerWeights(config)
     assert asked.to_begin_with(weights.start).require_resolved().model_path == str(tmp_path / "a"), "a Reset is newer"
@@ -65,7 +65,7 @@ def touch(folder: Path) -> None:
 
 
 def test_what_cannot_be_read_again_is_said(config: MeshConfig, tmp_path: Path) -> None:
-    manifest.write(tmp_path, version(tmp_path / "b"))
+    manifest.write(tmp_path, Manifest(version(tmp_path / "b")))
     touch(tmp_path / "b")
     weights = WorkerWeights(config)
     weights.to_begin_with(None)
