@@ -90,9 +90,11 @@ class Turns:
             self._pass_on()
         if self.at is None:
             return self._next(needs, now)
-        if rank is None or rank.load is None:
+        if rank is None:
             return [], None  # its scheduler is coming back
-        self._router.close(rank, True)
+        self._router.close(rank, True)  # a new incarnation, before it gets a request
+        if rank.load is None:
+            return [], None
         if self.turn is Turn.DRAINING and rank.serving and not self._has_others(rank) and self.num_ranks > 1:
             self._pass_on()  # another rank was lost: nobody would take new requests
             return [], None
@@ -146,6 +148,7 @@ class Turns:
         self._not_before = max(self._not_before, not_before)
         if self.at is not None:
             self.turn = Turn.DRAINING
+            self._router.changes += 1  # requests that stay with its weights may go there again
 
     def _pass_on(self) -> None:
         if self.at is not None and (rank := self._router.ranks.get(self.at)) is not None:

@@ -280,6 +280,8 @@ class Router:
             self.adapters.forget(rank.number)
             if self.index is not None:
                 self.index.forget(rank.number)  # its cache is gone with its workers, or of no use to other weights
+        if rank.closed and load.serving is not (before is not None and before.serving):
+            self.changes += 1  # requests that stay with its weights may go there
         self.num_waiting += load.num_waiting - (before.num_waiting if before is not None else 0)
         for started in load.started:
             self._started(rank, started)

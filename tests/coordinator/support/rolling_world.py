@@ -287,6 +287,11 @@ class World(Bench):
             self.submit(name)
 
     def kill_coordinator(self) -> None:
+        for rank in self.ranks.values():  # what had come before, they do
+            asked, rank.asked = rank.asked, []
+            for action in (one.action for one in asked):
+                if isinstance(action, UseWeights):
+                    rank.is_up, rank.version, rank.behind, rank.started = False, action.version, "", set()
         self.core = Coordinator(100, 3, weights=self.manifest)
         self.given_back.clear()
         for identity in (F0, *([D0] if self.detokenizer else [])):

@@ -104,6 +104,7 @@ WORK = admit.EngineRequest(
     deadline_s=1750000060.5,
     num_crashes=3,
     extras=(pool.Pool(pool.PoolKind.MEAN), GRAMMAR, EMBEDS, AUDIO, MEDIA, BREAKERS, DRAFTING, KV_TRANSFER, ADAPTER),
+    weights="step-3",
 )
 MEMBER = control.Member(SCHEDULER, LIFE, "ipc:///run/meshlm/scheduler-3", True, "tcp://10.0.0.2:5700", "0a1b")
 STANDBY = control.StandbyReport(Role.WORKER, 4712, "standby", 1750000000.5, 1 << 26)
