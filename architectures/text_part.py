@@ -1,7 +1,7 @@
 """The text model inside a model that also takes images or sound: its config.json, and the names of its tensors.
 
 Such a model is served as its text model, whose own family (registry.py) reads it: tokens of text meet the same layers in both.
-The parts for images and sound are not loaded, and requests with images are refused.
+What it sees beside text says media.py; the other parts are not loaded.
 """
 
 import re
@@ -34,6 +34,7 @@ _ARCHITECTURES = pairs("""
     Llama4ForConditionalGeneration=llama4_text Gemma3nForConditionalGeneration=gemma3n_text
     Gemma4ForConditionalGeneration=gemma4_text Gemma4UnifiedForConditionalGeneration=gemma4_unified_text
     LlavaForConditionalGeneration=llama LlavaNextForConditionalGeneration=llama
+    LlavaOnevisionForConditionalGeneration=qwen2
     InternVLForConditionalGeneration=qwen2 Idefics3ForConditionalGeneration=llama
     SmolVLMForConditionalGeneration=llama Qwen2VLForConditionalGeneration=qwen2_vl_text
     Qwen2_5_VLForConditionalGeneration=qwen2_5_vl_text Qwen3VLForConditionalGeneration=qwen3_vl_text

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from meshlm.protocol.audio import HOP
 from meshlm.protocol.layers import Attention, Layers, LayerSpec, MLASpec, MoESpec, StateSpec
+from meshlm.protocol.media_spec import MediaSpec
 
 
 class RopeSpec(Struct, frozen=True, kw_only=True):
@@ -188,7 +189,8 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     num_draft_layers: int = 0  # the last ones are a drafter's
     altup: AltUpSpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
-    text_part: bool = False  # the checkpoint also has parts for images or audio, which are not loaded
+    text_part: bool = False  # the checkpoint also has parts for images or audio, which are no layers of this model
+    media: MediaSpec | None = None  # the images that it takes beside text; None: it takes none
     encoder_only: bool = False  # each token sees all tokens of its prompt, and there is no KV cache
     type_vocab_size: int = 0  # of an encoder: kinds of tokens, of which a pair's second text is another
     position_offset: int = 0  # the row of the position table that the first token gets

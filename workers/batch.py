@@ -84,6 +84,11 @@ class StepInputs:
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
     # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
     vectors: Tensor | None = None
+    # int64 [3, t], of models with M-RoPE: what is added to a token's position to have its frame, row and column; None: nothing to any
+    rope_shift: Tensor | None = None
+    # [layers, t, hidden]: what is added to the residual behind the first layers; None: nothing
+    deepstack: Tensor | None = None
+    turned_by: Tensor | None = None  # int64 [t]: the lines of the rotation's table, where these are not the positions
     adapters: "StepAdapters | None" = None  # of its rows; None: no row has one
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.
     shared: "Mapping[int, SharedPrefixes]" = field(default_factory=dict)
@@ -97,6 +102,11 @@ class StepInputs:
     @property
     def device(self) -> torch.device:
         return self.input_ids.device
+
+    @property
+    def rope_lines(self) -> Tensor:
+        """int64 [t]: by which lines of the rotation's table queries and keys turn."""
+        return self.positions if self.turned_by is None else self.turned_by
 
     @property
     def known_ids(self) -> Tensor:

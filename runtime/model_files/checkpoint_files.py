@@ -116,6 +116,14 @@ def check_headers(
         check_types(file, ((name, tensors[key].dtype) for key, name in own.items() if name), quantization)
 
 
+def quantised_encoder(weights: WeightFiles) -> str:
+    """A tensor of the parts for images that is no floats; empty: all are. ModelFilesError."""
+    files = weights.files if weights.load_format == "safetensors" else ()
+    tensors = (one for file in files for one in read_header(file).items())
+    odd = (name for name, header in tensors if text_tensor(name) is None and header.dtype not in FLOATS)
+    return next((name for name in odd if not is_needless(name)), "")
+
+
 def check_types(
     file: AnyPath, tensors: Iterable[tuple[str, str]], quantization: QuantizationSpec | None = None
 ) -> None:

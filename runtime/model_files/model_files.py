@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.architectures import text_part
+from meshlm.architectures.media import media_spec
 from meshlm.architectures.quantization import with_projections
 from meshlm.architectures.registry import family_of
 from meshlm.protocol.audio import SpeechTokens
@@ -229,6 +230,9 @@ def _from_folder(
         weights = checkpoint_files.weight_files(where, "auto" if load_format == "gguf" else load_format)
         checkpoint_files.check_headers(weights, where, spec.quantization, of_text_part=spec.text_part)
         found, notes = weights.load_format, notes + weights.notes
+        if spec.media is not None and (name := checkpoint_files.quantised_encoder(weights)):
+            spec = msgspec.structs.replace(spec, media=None)
+            notes = (*notes, f"{path}: images are refused: the weights of their encoder are quantised ({name})")
     elif quantised is not None and config.get("quantization_config", ...) is not None:
         spec = msgspec.structs.replace(spec, quantization=quantised.while_loading(of_text_part=spec.text_part))
         notes = (*notes, f"{quantised.said}; dummy weights are too")
@@ -296,8 +300,12 @@ def _description(
     spec, notes = model_config.parse_config(text or config, path)
     if text is None:
         return config, spec, notes
-    said = f"{path}/config.json: {config['architectures'][0]} is served as its text model, {spec.architecture}; images are refused"
-    return text, msgspec.structs.replace(spec, text_part=True), (*notes, said)
+    try:
+        media, why = media_spec(config, spec.hidden_size), "images are refused"
+    except ValueError as error:
+        media, why = None, f"images are refused: {error}"
+    said = f"{path}/config.json: {config['architectures'][0]} is served as its text model, {spec.architecture}; {why}"
+    return text, msgspec.structs.replace(spec, text_part=True, media=media), notes if media else (*notes, said)
 
 
 def _of_projection(folder: Path) -> dict[str, Any]:

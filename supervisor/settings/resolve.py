@@ -36,6 +36,7 @@ from meshlm.supervisor.settings import (
     flag_rules,
     kv_events,
     kv_transfer,
+    media,
     notes,
     parallel,
     placement,
@@ -58,6 +59,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
         config = section.settled(config)
     config, said = compilation.without_compiler(config)
     files, generation = _read_files(config)
+    files, blind = media.settled(config, files)
     family = family_of(files.spec.architecture)
     assert family is not None  # its files were read with it
     if family.serves is Serves.DRAFTS:
@@ -80,7 +82,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     max_model_len = _context_length(config, longest if at_most is None else min(longest, at_most))
     if max_model_len > limit:
         raise UsageError(f"--max-model-len {max_model_len}: the model's context is {limit}; give at most that")
-    said += notes.of_rotation(files.spec, max_model_len)
+    said += [*blind, *notes.of_rotation(files.spec, max_model_len)]
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = _token_budget(config, platform, max_num_seqs, max_model_len, whole=files.spec.encoder_only)
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]

@@ -39,7 +39,17 @@ def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
     assert found.spec.text_part
     assert not expected.spec.text_part
     assert found.spec.architecture == expected.spec.architecture
-    assert any("served as its text model, MistralForCausalLM; images are refused" in note for note in found.notes)
+    assert found.spec.media is not None
+    assert found.spec.media.token_id("image") == 10
+    assert found.spec.media.token_id("video") is None
+    assert not any("served as its text model" in note for note in found.notes)
+    blind = SEES | {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "text_config": {**TEXT, "model_type": "mistral"},
+    }
+    refused = resolve_model(folder_with(tmp_path / "blind", **{"config.json": blind}), load_format="dummy")
+    assert refused.spec.media is None
+    assert any("served as its text model, MistralForCausalLM; images are refused" in note for note in refused.notes)
 
 
 def test_keys_of_the_text_model_may_stand_beside_the_others() -> None:

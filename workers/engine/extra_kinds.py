@@ -5,14 +5,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshlm.protocol.media_spec import MediaSpec
 from meshlm.workers.lora.make import adapter_rows
+from meshlm.workers.media.stage import stage_of
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.logprobs import PromptLogprobsStep
 from meshlm.workers.output.mask_process import MaskProcess
 from meshlm.workers.output.pooler import PooledHeads, Pooler, lexical_head, load_dense
 from meshlm.workers.output.processors import processors_of
-from meshlm.workers.rows.device_rows import SequenceBreakersRows
+from meshlm.workers.rows.device_rows import MediaBuffers, SequenceBreakersRows
 from meshlm.workers.rows.extras.extra import RowExtra
+from meshlm.workers.rows.extras.media_rows import MediaRows
 from meshlm.workers.rows.extras.prompt_inputs import AudioRows, PromptEmbedsRows
 from meshlm.workers.rows.extras.prompt_results import PoolingRows, PromptLogprobsRows
 
@@ -25,10 +28,15 @@ def kinds_of(engine: "ModelEngine", max_tokens: int) -> list[RowExtra[Tensor]]:
     found: list[RowExtra[Tensor]] = [] if engine.verification is None else [engine.verification]
     if engine.config.adapters.enable_lora:
         found.append(adapter_rows(engine))
-    if engine.shard.is_first and engine.config.server.enable_prompt_embeds:
+    media, embeds = engine.spec.media, engine.config.server.enable_prompt_embeds
+    if engine.shard.is_first and (media is not None or embeds):
         size, rows = engine.resolved.spec.hidden_size, engine.rows
         rows.vectors = torch.zeros(max_tokens, size, dtype=engine.dtype, device=engine.device)
-        found.append(PromptEmbedsRows(rows.vectors))
+        if embeds:
+            found.append(PromptEmbedsRows(rows.vectors))
+    if media is not None:
+        engine.rows.media = _buffers(engine, media, max_tokens)
+        found.append(MediaRows(engine.rows, stage_of(engine), lambda: engine.resolved))
     if engine.spec.audio_encoder is not None:
         model, compute = engine.model, engine.compute
         found.append(
@@ -39,6 +47,16 @@ def kinds_of(engine: "ModelEngine", max_tokens: int) -> list[RowExtra[Tensor]]:
             )
         )
     return found + _kinds_of_output(engine) if engine.shard.is_last else found
+
+
+def _buffers(engine: "ModelEngine", media: MediaSpec, max_tokens: int) -> MediaBuffers:
+    shift, deepstack = None, None
+    if media.mrope_section:
+        shift = torch.zeros(3, max_tokens, dtype=torch.int64, device=engine.device)
+    if media.deepstack and engine.shard.is_first:
+        size = media.deepstack, max_tokens, media.hidden_size
+        deepstack = torch.zeros(size, dtype=engine.dtype, device=engine.device)
+    return MediaBuffers(shift, deepstack)
 
 
 def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:

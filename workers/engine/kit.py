@@ -67,7 +67,7 @@ class TorchInputs:
         if second[step.rows].any():  # some tokens are of the second text of a pair
             begins = second[token_rows]
             types = put(((begins > 0) & (positions >= begins)).astype(np.int64), device)
-        return StepInputs(
+        batch = StepInputs(
             input_ids=rows.tokens[of_token, at].long(),
             positions=at,
             slot_mapping=tuple(slots),
@@ -85,14 +85,24 @@ class TorchInputs:
             draft_pages=() if self.draft_states is None else self.draft_states.pages(step),
             adapters=None if self.adapters is None else self.adapters.of_step(step),
         )
+        return batch if rows.media is None or not rows.media.in_use else rows.media.of_step(batch, step.t)
 
     def halves(self, step: StepColumns, batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
         """Splits what `of_step` gave for it, as its first `cut` tokens and the rest; nobody samples."""
         first, second = step.halves(cut)
         both = self.of_step(first), self.of_step(second)
-        if batch.vectors is None:
-            return both
-        return both[0], replace(both[1], vectors=batch.vectors[cut:])
+        return both[0], with_lines(both[1], batch, slice(cut, None))
+
+
+def with_lines(half: StepInputs, batch: StepInputs, part: slice) -> StepInputs:
+    """A half of a batch, with the lines of its tokens of all that came with prompts."""
+    vectors, shift, deepstack = batch.vectors, batch.rope_shift, batch.deepstack
+    return replace(
+        half,
+        vectors=None if vectors is None else vectors[part],
+        rope_shift=None if shift is None else shift[:, part],
+        deepstack=None if deepstack is None else deepstack[:, part],
+    )
 
 
 class TorchKit:

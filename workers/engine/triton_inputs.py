@@ -234,12 +234,13 @@ class TritonInputs:
             last = ends[places.long()].long() - 1
             if padded:
                 last.clamp_(min=0)
-        return replace(
+        batch = replace(
             batch,
             logits_indices=last,
             places=places if count else None,
             vectors=None if self._rows.vectors is None else self._rows.vectors[:tokens],
         )
+        return batch if self._rows.media is None else self._rows.media.of_step(batch, tokens)
 
 
 def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
@@ -270,6 +271,8 @@ def halves_of(batch: StepInputs, cut: int) -> tuple[StepInputs, StepInputs]:
             known=batch.known and batch.known.within(part.start, part.stop),
             places=None,
             vectors=None if batch.vectors is None else batch.vectors[part],
+            rope_shift=None if batch.rope_shift is None else batch.rope_shift[:, part],
+            deepstack=None if batch.deepstack is None else batch.deepstack[:, part],
             shared={},
             verified=checked,
         )

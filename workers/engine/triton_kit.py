@@ -51,6 +51,7 @@ from meshlm.workers.graphs.keys import (
     steps_to_warm_up,
 )
 from meshlm.workers.graphs.replays import Replays
+from meshlm.workers.models.counts import active_parameters, warm_rows
 from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output.logits_sampler import LINES, LogitsSampler
 from meshlm.workers.rows.changes import NOTHING
@@ -93,7 +94,7 @@ class TritonKit(TorchKit):
         mode, why = mode_of(worker, lambda: self._why_no_prompts(engine))
         if why:
             _log.info("CUDA graphs", mode=mode, asked=worker.cudagraph_mode, reason=why)
-        parameters = engine.model.active_parameters()
+        parameters = active_parameters(engine.model)
         rows, tokens = resolved.max_num_seqs, resolved.max_num_batched_tokens
         together = engine.together is not None
         keys = graph_keys(
@@ -277,7 +278,7 @@ class TritonKit(TorchKit):
             decodes = latent_tiles.warm_sizes(spec.num_attention_heads, most, engine.device)
         tokens = resolved.max_num_batched_tokens
         prompt = min(tokens, resolved.max_model_len)
-        sizes = self.product_rows(engine) | engine.model.warm_rows(tokens)
+        sizes = self.product_rows(engine) | warm_rows(engine.model, tokens)
         for counts in steps_to_warm_up(decodes, sizes, most, prompt, tokens):
             engine.dummy_step(counts)
         if spec.mla is not None and prompt > 1:  # the rest of a prompt, of which earlier steps have computed some

@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
+from meshlm.protocol.media import Media
 from meshlm.protocol.pool import PoolKind
 from meshlm.protocol.prompt_embeds import PromptEmbeds
-from meshlm.workers.fake.tokens import U64, columns, tokens_of_embeds, vectors
+from meshlm.workers.fake.tokens import U64, columns, tokens_of_embeds, tokens_of_media, vectors
 from meshlm.workers.output.grammars import GrammarRows, Grammars, TokenMask
 from meshlm.workers.rows.changes import I32, I64, unpacked
 from meshlm.workers.rows.extras.extra import RowExtra, RowExtras, StepExtra, StepFindings
@@ -96,6 +97,7 @@ def extras_of(rows: FakeRows, grammars: Grammars, vocab_size: int, vector_len: i
     pooler = FakePooler(table.num_rows, vector_len)
     kinds: list[RowExtra[U64]] = [
         FakeVectors(vocab_size),
+        FakeMedia(vocab_size),
         PromptLogprobsRows(table.columns, lambda spans: FakePromptLogprobs(spans, rows, vocab_size)),
         PoolingRows(table.columns, lambda step: FakePooled(pooler, step)),
         GrammarRows(grammars),
@@ -129,6 +131,23 @@ class FakeVectors(RowExtra[U64]):
         ids = tokens_of_embeds(embeds, self._vocab_size)
         for first, count, at in embeds.parts(0, new.num_prompt_tokens):
             token_ids[first : first + count] = ids[at : at + count]
+        return replace(new, token_ids=token_ids.tobytes())
+
+
+class FakeMedia(RowExtra[U64]):
+    """Vectors of images are read as the tokens that `tokens_of_media` makes of their digests."""
+
+    extra = Media
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def rewritten(self, new: NewRow) -> NewRow:
+        media, token_ids = find_extra(new.extras, Media), np.frombuffer(new.token_ids, np.int32).copy()
+        assert media is not None
+        for item in media.items:
+            ids = tokens_of_media(item, self._vocab_size)
+            token_ids[item.position + np.flatnonzero(np.frombuffer(item.is_vector, np.uint8))] = ids
         return replace(new, token_ids=token_ids.tobytes())
 
 

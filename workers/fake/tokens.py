@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshlm.protocol.edges.token import LogprobColumns
+from meshlm.protocol.media import MediaItem
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.workers.rows.changes import I32
 
@@ -29,6 +30,11 @@ def tokens_of_embeds(embeds: PromptEmbeds, vocab_size: int) -> list[int]:
     """The tokens that the fake model reads in place of vectors. Placeholder ids are others: a lost vector shows as a wrong token."""
     size, data = embeds.row_bytes, memoryview(embeds.data)
     return [(zlib.crc32(data[at : at + size]) >> 7) % vocab_size for at in range(0, len(data), size)]
+
+
+def tokens_of_media(item: MediaItem, vocab_size: int) -> list[int]:
+    """The tokens that the fake model reads in place of an item's vectors: others for each digest, and for each place in the item."""
+    return [(zlib.crc32(item.digest + b"%d" % nth) >> 7) % vocab_size for nth in range(item.num_vectors)]
 
 
 def vectors(states: U64) -> NDArray[np.float64]:

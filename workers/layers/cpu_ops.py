@@ -42,7 +42,7 @@ class CpuOps(Composed):
             slots = torch.arange(len(qkv))
             keys, values = torch.empty(2, 1, len(qkv), *cache.keys.shape[2:])
         query = kernel.rope_cache(
-            qkv, batch.positions, slots, table, heads.norms, heads.eps, keys, values, heads.num_heads
+            qkv, batch.rope_lines, slots, table, heads.norms, heads.eps, keys, values, heads.num_heads
         )
         if cache.keys.dtype != qkv.dtype:
             cache.write(batch.slot_mapping[cache.group], keys[0], values[0])

@@ -56,6 +56,6 @@ class InvariantOps(Composed):
         self, qkv: Tensor, batch: StepInputs, table: Tensor, cache: LayerCache, heads: AttentionShape
     ) -> Tensor:
         return rope_cache(
-            qkv, batch.positions, batch.slot_mapping[cache.group], table, heads.norms, heads.eps,
+            qkv, batch.rope_lines, batch.slot_mapping[cache.group], table, heads.norms, heads.eps,
             cache.keys, cache.values, heads.num_heads, cache.k_scale, cache.v_scale,
         )  # fmt: skip

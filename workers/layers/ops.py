@@ -312,7 +312,7 @@ class TorchOps(Composed):
             query, key = both[:, : heads.num_heads], both[:, heads.num_heads :]
             query_norm, key_norm = heads.norms
             both = torch.cat((_rms_norm(query, query_norm, heads.eps), _rms_norm(key, key_norm, heads.eps)), dim=1)
-        angles = table[batch.positions].to(qkv.dtype)
+        angles = table[batch.rope_lines].to(qkv.dtype)
         half = angles.shape[1] // 2
         both = apply_rope(both, angles[:, None, :half], angles[:, None, half:])
         cache.write(batch.slot_mapping[cache.group], both[:, heads.num_heads :], value)

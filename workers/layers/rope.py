@@ -23,6 +23,23 @@ def rope_table(spec: ModelSpec, max_len: int, rope: RopeSpec | None = None) -> T
     return torch.cat((angles.cos(), angles.sin()), dim=1) * factor
 
 
+def axes_of(spec: ModelSpec, table: Tensor) -> Tensor:
+    """int64 [1, 1, rotary_dim]: by number of a table's line, the axis that it turns by; empty for a model without M-RoPE."""
+    if spec.media is None or not spec.media.mrope_section:
+        return torch.empty(0)
+    axes = spec.media.axes(table.shape[1] // 2)
+    return torch.tensor([[[*axes, *axes]]], device=table.device)
+
+
+def turned_table(table: Tensor, positions: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+    """M-RoPE (Wang et al. 2024): of a step with int64 [3, t] positions a table with a line for each token, and the lines' numbers.
+
+    axes: see `axes_of`."""
+    rows = table[positions.clamp(0, len(table) - 1)]  # compiled ahead, when nobody has written positions
+    found = rows.gather(0, axes.expand(1, rows.shape[1], -1))[0]
+    return found, torch.arange(len(found), device=table.device)
+
+
 def _frequencies(rope: RopeSpec, dim: int, max_position: int, max_len: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2] and the factor on cos and sin."""
     base = 1.0 / rope.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)

@@ -6,6 +6,7 @@ key and value projections are one product, gate and up projections another; a la
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, LayerNorm, Linear, RMSNorm
 from meshlm.workers.layers.moe import MoE
 from meshlm.workers.layers.ops import AttentionShape, LayerStep, Ops, TorchOps, make_invariant_ops, make_ops
-from meshlm.workers.layers.rope import rope_table
+from meshlm.workers.layers.rope import axes_of, rope_table, turned_table
 from meshlm.workers.layers.summing_ops import SummingOps
 from meshlm.workers.lora.step_adapters import LineAdapters, StepAdapters
 from meshlm.workers.models.classifier import Classifier
@@ -165,6 +166,7 @@ class Decoder(nn.Module):
         self.comm: Communicator = SINGLE_RANK
         self._max_len, self._head_rows, self._head_weight, self.tapped = max_len, rows, torch.empty(0), torch.empty(0)
         self._taps: tuple[int, ...] = ()
+        self._axes = torch.empty(0)  # of M-RoPE (layers/rope.py: axes_of)
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
         """Computes, after loading, what is computed once."""
@@ -175,6 +177,7 @@ class Decoder(nn.Module):
             elif self.embed is not None:  # tied
                 self.classifier.take(self.embed.weight.data)
         self.rope = rope_table(self.spec, self._max_len).to(device=device)
+        self._axes = axes_of(self.spec, self.rope)
         self.prepare_weights(self)
         attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]
         use_tables(attentions, self.spec, self._max_len, self.rope)
@@ -229,7 +232,12 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states [t, hidden] after the last norm. In a pipeline: the residual of the stage before goes in (it may be
         changed), what the next stage takes comes out."""
-        if self.executor is not None and batch.adapters is None:
+        if (
+            self.executor is not None
+            and batch.adapters is None
+            and batch.rope_shift is None
+            and batch.deepstack is None
+        ):
             return self.executor.run(self, batch, caches, attention)
         ops = self.ops
         x: PartialSum
@@ -248,13 +256,19 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             x = layer(x, cache, context, normed)
             normed = None
+            if batch.deepstack is not None and number <= len(batch.deepstack):
+                x = PartialSum(self.state(x) + batch.deepstack[number - 1])
             if number in self._taps:
                 x = self._leave(x, number)
         return self.normed(x) if self.norm is not None else self.state(x)
 
     def context(self, batch: StepInputs, attention: StepAttention) -> ForwardContext:
         """What all layers of a step are given."""
-        return ForwardContext.of(batch, self.rope, attention, self.ops)
+        table = self.rope
+        if batch.rope_shift is not None:
+            table, lines = turned_table(table, batch.positions + batch.rope_shift, self._axes)
+            batch = replace(batch, turned_by=lines)
+        return ForwardContext.of(batch, table, attention, self.ops)
 
     def state(self, x: PartialSum) -> Tensor:
         """[t, hidden]: the residual with all that is added to it, in the residual's memory."""
@@ -342,21 +356,6 @@ class Decoder(nn.Module):
             for layer in self.layers
             if isinstance(layer, DecoderLayer)
         ]
-
-    def active_parameters(self) -> int:
-        """The number of the layers' parameters that compute a token."""
-        whole = sum(parameter.numel() for parameter in self.layers.parameters())
-        packed = sum(
-            linear.inputs * linear.outputs - sum(weight.numel() for weight in linear.weights())
-            for linear in linears_of(self.layers)
-        )
-        return whole + packed - sum(module.idle_parameters() for module in self.modules() if isinstance(module, MoE))
-
-    def warm_rows(self, most: int) -> set[int]:
-        """So many tokens, up to `most`, meet every variant of the kernels of experts and of quantised weights."""
-        some = next((module for module in self.modules() if isinstance(module, MoE)), None)  # all have the same sizes
-        experts = set() if some is None else some.fused.experts.warm_rows(some.moe.num_experts_per_tok, most)
-        return experts.union(*(linear.format.warm_rows() for linear in linears_of(self)))
 
     def kv_scales(self) -> list[KVScale]:
         """The checkpoint's, by layer."""

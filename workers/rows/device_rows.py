@@ -4,6 +4,7 @@ A plan brings what has changed; that becomes segments of one host buffer (rows/t
 their places. Padding requests of CUDA graphs use the row after the last. Owned by the stepper thread.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.samplers import SequenceBreakers
+from meshlm.workers.batch import StepInputs
 from meshlm.workers.memory import zeros
 from meshlm.workers.rows.changes import I32, NOTHING
 from meshlm.workers.rows.columns import ON_DEVICE, Column, num_ints
@@ -28,6 +30,24 @@ if TYPE_CHECKING:
 def put(values: NDArray[Any], device: torch.device) -> Tensor:
     """Copies to the device without waiting for it: the driver takes a copy of what is small, and the array may go."""
     return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)
+
+
+class MediaBuffers:
+    """What images bring to a step beside `DeviceRows.vectors`: zeros, but for steps with rows that have some."""
+
+    def __init__(self, rope_shift: Tensor | None, deepstack: Tensor | None) -> None:
+        """rope_shift, deepstack: see StepInputs, of the most tokens; None: the model has none."""
+        self.rope_shift, self.deepstack = rope_shift, deepstack
+        self.in_use = False  # by the step that is being launched
+
+    def of_step(self, batch: StepInputs, count: int) -> StepInputs:
+        """With the buffers' lines of its first `count` tokens, which all are."""
+        shift, deepstack = self.rope_shift, self.deepstack
+        return replace(
+            batch,
+            rope_shift=None if shift is None else shift[:, :count],
+            deepstack=None if deepstack is None else deepstack[:, :count],
+        )
 
 
 class DeviceRows:
@@ -55,6 +75,7 @@ class DeviceRows:
         self.columns = {column.name: self._view(column, begin) for column, begin in zip(ON_DEVICE, begins, strict=True)}
         # [tokens, hidden] of a step: what prompts bring in the place of tokens, if they may
         self.vectors: Tensor | None = None
+        self.media: MediaBuffers | None = None  # of a model that takes images
         self.prefixes: PrefixTables | None = None  # where kernels read those of several rows together
         self.has_adapters = False  # rows may have some, which kernels add
 

@@ -138,6 +138,12 @@ def _places(file: RemotePath) -> tuple[int, dict[str, tuple[str, tuple[int, ...]
     return 8 + length, found
 
 
+def encoder_sources(resolved: Resolved, device: torch.device) -> Iterator[tuple[str, Source]]:
+    """The tensors of the parts for images and sound, by the names in the files. ProcessFatal."""
+    found = _sources(weights_of_model(resolved), resolved.load_format, resolved.spec, device, 0)
+    return ((name, source) for name, source in found if text_tensor(name) is None)
+
+
 DUMMY_STD = 0.02
 _OF_LAYER = re.compile(r"(?:model\.)?(?P<layer>(?:mtp\.)?layers\.\d+)\.(?P<stem>.+?)(?:\.(?P<kind>weight|bias))?")
 

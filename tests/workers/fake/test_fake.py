@@ -16,11 +16,13 @@ from tiny_models import resolved_of
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
+from meshlm.protocol.media import Media, MediaItem
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import StepId
 from meshlm.workers.fake.engine import FakeEngine
+from meshlm.workers.fake.tokens import tokens_of_media
 from meshlm.workers.output.grammars import GrammarRows, Grammars
 from meshlm.workers.output.matchers import Matchers
 
@@ -38,6 +40,19 @@ def test_prompt_in_chunks_and_decode() -> None:
     first = run(fake, plan([0], [9], [11], []))
     assert first == [expected_token(tokens, VOCAB)]
     assert run(fake, plan([0], [20], [1], [])) == [expected_token([*tokens, *first], VOCAB)]
+
+
+def test_images_decide_tokens() -> None:
+    """Each place of each image, and nothing of the placeholders' own ids."""
+    tokens = list(range(20, 32))
+    found = []
+    for digest in (b"a" * 32, b"b" * 32):
+        item = MediaItem("image", digest, pack_i32([3] * 6), bytes([0, 1, 1, 1, 1, 0]), position=4)
+        asks = msgspec.structs.replace(new(0, tokens, [5, 2]), extras=(Media((item,)),))
+        found.append(run(engine(), plan([0], [0], [12], [asks])))
+        seen = [*tokens[:5], *tokens_of_media(item, VOCAB), *tokens[9:]]
+        assert found[-1] == [expected_token(seen, VOCAB)]
+    assert found[0] != found[1]
 
 
 def test_log_probabilities() -> None:

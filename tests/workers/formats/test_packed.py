@@ -18,6 +18,7 @@ from meshlm.workers.formats.format import UNQUANTIZED, ProductOps, WeightedLayer
 from meshlm.workers.formats.packed import PACKED_ROWS, PackedFormat, packed_linear
 from meshlm.workers.layers import cpu_ops
 from meshlm.workers.layers.elements import Linear
+from meshlm.workers.models.counts import active_parameters
 from meshlm.workers.weights.scales import tensors_of
 from meshlm.workers.weights.sources import sources
 
@@ -72,10 +73,10 @@ def test_values_beside_words_are_for_many_rows(name: str, tmp_path: Path, monkey
         linear.weight_values = torch.nn.Parameter(decode(self.weight, torch.float32), requires_grad=False)
 
     monkeypatch.setattr(PackedFormat, "finish", as_on_a_gpu)
-    whole = load(tmp_path).active_parameters()
+    whole = active_parameters(load(tmp_path))
     monkeypatch.setattr(PackedFormat, "finish", finish)
     ours, packed_rows = load(tmp_path), []
-    assert ours.active_parameters() == whole
+    assert active_parameters(ours) == whole
 
     def counted(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         packed_rows.append(len(x))

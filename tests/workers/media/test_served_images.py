@@ -1,0 +1,93 @@
+"""Models that see, behind a scheduler: tokens stay transformers' own, with images cut by chunks, cached, preempted, of any size.
+
+What no request needs any more is overwritten with NaN before each step.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bench import COORDINATOR, DETOKENIZER, LIFE, Bench, limits
+from media_models import CASES, LENGTH, Seeing, picture
+from served_engines import Engines
+
+from meshlm.protocol.edges.admit import Assign, EngineRequest
+from meshlm.protocol.media import Media
+from meshlm.protocol.sampling import SamplingParams
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.ids import Handle, RequestId
+from meshlm.runtime.process.events import Received
+from meshlm.workers.media.stage import EncoderStage
+from meshlm.workers.rows.extras.media_rows import MediaRows
+
+OUTPUT, STEP = 12, 24
+ONE, WIDE, TALL = picture(1, 32, 32), picture(2, 45, 19), picture(3, 14, 37)
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(f"w{(first + 7 * nth) % 120}" for nth in range(count))
+
+
+PROMPTS: list[tuple[str, list[Any]]] = [
+    ("<image> w5 w6", [ONE]),
+    ("w1 w2 w3 <image>", [WIDE]),
+    (f"{words(3, 9)} <image> w4 <image> {words(9, 4)}", [TALL, WIDE]),
+    (words(5, 30), []),
+    (f"{words(11, 45)} <image> w7", [ONE]),
+    (f"{words(2, 21)} <image> {words(8, 5)} <image><image> {words(1, 11)}", [WIDE, ONE, TALL]),
+]
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing(CASES[request.param], tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(params=["cpu", "torch"])
+def engines(request: pytest.FixtureRequest, seeing: Seeing) -> Iterator[Engines]:
+    made = Engines(seeing.folder, 26, request.param, max_model_len=LENGTH, max_num_batched_tokens=STEP)
+    yield made
+    made.close()
+
+
+def ask(bench: Bench, handle: int, prompt: list[int], media: Media | None) -> None:
+    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
+    extras = () if media is None else (media,)
+    work = EngineRequest(
+        RequestId(f"r{handle}"), Handle(handle), pack_i32(prompt), sampling, arrival_s=float(handle), extras=extras
+    )
+    bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
+
+
+def behind(engines: Engines) -> Bench:
+    bench = Bench(limits(max_model_len=LENGTH, max_num_batched_tokens=STEP), 0, 0, model=engines)
+    engines.cached = bench.directory._hashes
+    return bench
+
+
+def test_tokens_are_transformers(seeing: Seeing, engines: Engines) -> None:
+    between = "><" if not seeing.case.merge else "> w9 <"  # transformers' M-RoPE takes images side by side for one
+    asked = [(text.replace("><", between).replace("<image>", seeing.placeholder), images) for text, images in PROMPTS]
+    prompts = [seeing.prompt(*one) for one in asked]
+    bench = behind(engines)
+    for nth, prompt in enumerate(prompts):
+        ask(bench, nth, *prompt)
+    bench.finish()
+    again = {10: 5, 11: 1, 12: 5, 13: 1}
+    for handle, nth in again.items():
+        ask(bench, handle, *prompts[nth])
+        bench.finish()
+    assert not bench.refused
+    for handle, tokens in bench.tokens.items():
+        logits = seeing.logits(*asked[again.get(handle, handle)], tokens[:-1])
+        assert tokens == logits.argmax(-1).tolist(), f"request {handle}"
+        assert len(tokens) == OUTPUT
+    assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
+    inside = prompts[1][1]
+    assert inside is not None
+    assert bench.cached[12] > 0
+    assert inside.items[0].position < bench.cached[13], "a prefix was to end inside an image"
+    stage = engines.engines[0].extras.kind(MediaRows).encoder
+    assert isinstance(stage, EncoderStage)
+    assert stage.cache.hits > 0
+    stage.cache.check()

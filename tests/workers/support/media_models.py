@@ -1,0 +1,242 @@
+"""Small models that see, with random weights: transformers' real processors, transformers' own model, and items as the media process
+makes them: a processor is given an item's placeholder alone, and the ids that it gives stand for the item."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from small_models import SMALL
+
+from meshlm.protocol.media import Media, MediaItem, MediaTensor
+
+Image: Any = pytest.importorskip("PIL.Image", reason="Pillow is what processors read images with")
+WORDS = 120  # ids of words: w0, w1 ... behind them stand those of special tokens
+LENGTH = 256
+IMAGE = "<image>"
+_NAMES: tuple[str, ...] = (
+    "<image>",
+    "<video>",
+    "<boi>",
+    "<eoi>",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<fake_token_around_image>",
+)
+_NAMES += (
+    "<global-img>",
+    "<end_of_utterance>",
+    *(f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)),
+)
+IDS = {name: WORDS + nth for nth, name in enumerate(_NAMES)}
+_NOT_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+class Case(NamedTuple):
+    architecture: str
+    config: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    more: dict[str, Any]  # of the outer configuration
+    processor: Callable[[Any], Any]  # of a tokenizer
+    merge: int = 0  # patches of a side that are a vector, where items have grids
+    sees: tuple[str, ...] = ("image_token_id",)  # keys of the configuration that name the placeholder
+
+
+def tokenizer() -> Any:
+    import transformers
+
+    words = tokenizers.models.WordLevel({f"w{nth}": nth for nth in range(WORDS)}, unk_token="w0")
+    made = tokenizers.Tokenizer(words)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in IDS])
+    named = {"image_token": IMAGE, "video_token": "<video>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+    named |= {"start_image_token": "<boi>", "end_image_token": "<eoi>", "context_image_token": IMAGE}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=named)
+
+
+def _without_video(name: str) -> Any:
+    """A processor of transformers that does not insist on the processor of videos, which needs torchvision."""
+    import transformers
+
+    kind: Any = getattr(transformers, name)
+    return type(name, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})
+
+
+def _qwen(name: str) -> Callable[[Any], Any]:
+    def made(words: Any) -> Any:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+        images = Qwen2VLImageProcessorPil(**sizes, min_pixels=64, max_pixels=64 * 24)
+        return _without_video(name)(images, words, None)
+
+    return made
+
+
+def _llava(words: Any) -> Any:
+    from transformers import LlavaProcessor
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    return LlavaProcessor(images, words, 4, "default", num_additional_image_tokens=1)
+
+
+def _gemma3(words: Any) -> Any:
+    from transformers import Gemma3Processor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), words, image_seq_length=4)
+
+
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+_WIDE = {"head_dim": 16, "rope_parameters": _AXES | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "initializer_range": 0.2}
+_QWEN = _TOWER | {"depth": 4, "num_heads": 2, "out_hidden_size": 48, "patch_size": 4, "temporal_patch_size": 2}
+_QWEN |= {"spatial_merge_size": 2}
+_QWEN3 = _QWEN | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 36}
+_SQUARE = _TOWER | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+CASES: dict[str, Case] = {
+    "qwen2.5-vl": Case(
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"rope_parameters": _AXES},
+        _QWEN | {"window_size": 16, "fullatt_block_indexes": [1, 3]},
+        {"tie_word_embeddings": True},
+        _qwen("Qwen2_5_VLProcessor"),
+        merge=2,
+    ),
+    "qwen2-vl": Case(
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"rope_parameters": _AXES},
+        {"embed_dim": 32, "depth": 2, "num_heads": 2, "hidden_size": 48, "mlp_ratio": 2, "patch_size": 4}
+        | {"initializer_range": 0.2},
+        {},
+        _qwen("Qwen2VLProcessor"),
+        merge=2,
+    ),
+    "qwen3-vl": Case(
+        "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _WIDE, _QWEN3, {}, _qwen("Qwen3VLProcessor"), merge=2
+    ),
+    "qwen3-vl-moe": Case(
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        _WIDE | _EXPERTS,
+        _QWEN3,
+        {},
+        _qwen("Qwen3VLProcessor"),
+        merge=2,
+    ),
+    "llava": Case(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        {"model_type": "llama"},
+        _SQUARE | {"model_type": "clip_vision_model"},
+        {},
+        _llava,
+        sees=("image_token_id", "image_token_index"),
+    ),
+}
+
+
+class Seeing:
+    """A model in a folder, transformers' own beside it, and prompts with images for both."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        import transformers
+
+        torch.manual_seed(0)
+        self.case, self.folder = case, folder
+        text = {**SMALL, "max_position_embeddings": LENGTH, "initializer_range": 0.2, **case.text}
+        names = dict.fromkeys(case.sees, IDS[IMAGE])
+        config = getattr(transformers, case.config)(text_config=text, vision_config=case.vision, **names, **case.more)
+        whole = getattr(transformers, case.architecture)._from_config(config, attn_implementation="eager")
+        self.theirs = whole.eval().float()
+        self.theirs.get_input_embeddings().weight.data *= 0.1
+        for name, parameter in self.theirs.named_parameters():
+            if name.endswith(("norm.weight", ".bias")):
+                parameter.data += torch.randn_like(parameter) * 0.1
+        self.theirs.save_pretrained(folder)
+        words = tokenizer()
+        self.processor, self._words = case.processor(words), words
+        tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+
+    @property
+    def placeholder(self) -> str:
+        """What a chat template renders for an image."""
+        return "<boi>" if self.case.config == "Gemma3Config" else IMAGE
+
+    def item(self, image: Any) -> MediaItem:
+        """As the media process leaves it in its file."""
+        out = self.processor(text=[self.placeholder], images=[image], return_tensors="pt")
+        ids = out["input_ids"][0].numpy().astype(np.int32)
+        values = {
+            name: value.numpy() for name, value in out.items() if name not in _NOT_TENSORS and torch.is_tensor(value)
+        }
+        digest = hashlib.sha256(b"".join(value.tobytes() + repr(value.shape).encode() for value in values.values()))
+        path, data, tensors = self.folder / f"{digest.hexdigest()}.media", b"", []
+        for name, value in values.items():
+            tensors.append(MediaTensor(name, str(value.dtype), value.shape, len(data)))  # type: ignore[arg-type]
+            data += value.tobytes()
+        path.write_bytes(data)
+        is_vector = (ids == IDS[IMAGE]).astype(np.uint8).tobytes()
+        grid = (1, 1, is_vector.count(1))
+        if self.case.merge:
+            frames, rows, columns = values["image_grid_thw"][0].tolist()
+            grid = frames, rows // self.case.merge, columns // self.case.merge
+        uncut = self.case.config == "Gemma3Config"
+        return MediaItem(
+            "image", digest.digest(), ids.tobytes(), is_vector, -1, grid, str(path), tuple(tensors), is_uncut=uncut
+        )
+
+    def prompt(self, text: str, images: list[Any]) -> tuple[list[int], Media | None]:
+        """The ids of a text with placeholders, as the detokenizer expands it: they are the processor's own of the whole prompt."""
+        ids: list[int] = []
+        items = []
+        waiting = [self.item(image) for image in images]
+        for part in text.replace(self.placeholder, f" {self.placeholder} ").split():
+            if part != self.placeholder:
+                ids += self._words(part, add_special_tokens=False)["input_ids"]
+                continue
+            item = waiting.pop(0)
+            items.append(
+                MediaItem(**{name: getattr(item, name) for name in item.__struct_fields__} | {"position": len(ids)})
+            )
+            ids += np.frombuffer(item.replacement, np.int32).tolist()
+        assert ids == self._given(text, images)["input_ids"][0].tolist()
+        return ids, Media(tuple(items)) if items else None
+
+    def _given(self, text: str, images: list[Any]) -> Any:
+        return self.processor(text=[text], images=images or None, return_tensors="pt")
+
+    def logits(self, text: str, images: list[Any], tokens: list[int]) -> torch.Tensor:
+        """transformers' own of a prompt, as its processor gives it, and these tokens behind: [1 + tokens, vocab]."""
+        out = dict(self._given(text, images))
+        length = out["input_ids"].shape[1]
+        for name in _NOT_TENSORS:
+            if name in out:
+                value = (
+                    torch.tensor([tokens])
+                    if name == "input_ids"
+                    else torch.full((1, len(tokens)), int(name == "attention_mask"))
+                )
+                out[name] = torch.cat((out[name], value.to(out[name].dtype)), dim=1)
+        for one in (self.theirs, self.theirs.model):
+            if hasattr(one, "rope_deltas"):
+                one.rope_deltas = None
+        with torch.no_grad():
+            found: torch.Tensor = self.theirs(**out).logits[0, length - 1 :]
+        return found
+
+
+def picture(seed: int, width: int, height: int) -> Any:
+    """Of colours that vary with the place: no two are alike."""
+    generator = np.random.default_rng(seed)
+    coarse = generator.integers(0, 256, (3, 3, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)

@@ -1,0 +1,140 @@
+"""Encoders of images: transformers' own modules, with the checkpoint's weights by the checkpoint's names.
+
+The whole model is made on the meta device, without its text part; what is left (tower, projector) gets memory and weights. All of a
+model's code between pixels and the vectors that stand in the prompt is its `get_image_features`: tiles, windows, merging, unpadding.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlm.protocol.config import Resolved
+from meshlm.protocol.media_spec import MediaSpec
+from meshlm.runtime.errors import ProcessFatal
+from meshlm.runtime.model_files.checkpoint_files import is_needless
+from meshlm.workers.media.tensors import MediaError
+from meshlm.workers.models.transformers.config import in_one_line, quiet
+from meshlm.workers.weights.load import default_dtype
+from meshlm.workers.weights.sources import encoder_sources
+
+_TEXT_PARTS = ("language_model", "text_model")
+_NOT_NAMED = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
+"""Files of some versions of transformers have these in the names of tensors, and others have not."""
+ENCODE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+"""What transformers' code raises for tensors that are not a processor's."""
+
+
+class MediaEncoder:
+    """`width`: numbers of a vector, those for deepstack's layers behind the one for the embedding."""
+
+    def __init__(self, resolved: Resolved, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        """ProcessFatal."""
+        spec = resolved.spec.media
+        assert spec is not None
+        self.spec, self.dtype, self.device, self._seed = spec, dtype, device, seed
+        self.width = spec.hidden_size * (1 + spec.deepstack)
+        self.module = _made(spec, dtype, device, seed)
+        taken = inspect.signature(self.module.model.get_image_features).parameters.values()
+        named = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+        self._takes = {one.name: one.default is one.empty for one in named}
+        self.load(resolved)
+
+    def load(self, resolved: Resolved) -> None:
+        """Reads the weights into the tensors that are there. ProcessFatal names a tensor that is missing, or not the encoder's."""
+        if resolved.load_format == "dummy":
+            return
+        slots = {_NOT_NAMED.sub("", name): value for name, value in self.module.state_dict(keep_vars=True).items()}
+        left = set(slots)
+        where = resolved.weights_url or resolved.model_path
+        with torch.no_grad():
+            for name, source in encoder_sources(resolved, self.device):
+                own = _NOT_NAMED.sub("", name)
+                if own in slots:
+                    if tuple(source.shape) != tuple(slots[own].shape):
+                        shapes = f"{list(source.shape)}, and config.json says {list(slots[own].shape)}"
+                        raise ProcessFatal(f"{where}: tensor {name} is of shape {shapes}")
+                    slots[own].copy_(source.whole())
+                    left.discard(own)
+                elif not is_needless(name):
+                    raise ProcessFatal(f"{where}: the encoder of {self.spec.architecture} has no tensor {name}")
+        if left:
+            raise ProcessFatal(f"{where}: tensor {min(left)} of the encoder is missing")
+
+    def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those that the encoder reads. MediaError where one is missing, or holds no numbers."""
+        found = {name: value for name, value in tensors.items() if name in self._takes}
+        for name, needed in self._takes.items():
+            if needed and name not in found:
+                raise MediaError(f"the tensor {name} is missing, which {self.spec.architecture} needs")
+        for name, value in found.items():
+            if value.is_floating_point() and not bool(value.isfinite().all()):
+                raise MediaError(f"the tensor {name} has numbers that are not finite")
+        return found
+
+    def encode(self, items: list[dict[str, Tensor]], num_vectors: int) -> list[Tensor]:
+        """The vectors [num_vectors, width] of each of some items of equal shapes, which have so many each. MediaError."""
+        first = items[0]
+        joined = {name: torch.cat([item[name] for item in items]).to(self.device) for name in first}
+        given = {
+            name: value.to(self.dtype) if value.is_floating_point() else value.long() if value.dtype == torch.int32 else value
+            for name, value in joined.items()
+        }  # fmt: skip
+        try:
+            with torch.inference_mode():
+                out = self.module.model.get_image_features(**given, return_dict=True)
+        except ENCODE_ERRORS as error:
+            if isinstance(error, getattr(torch, "AcceleratorError", ())):  # the device computes nothing any more
+                raise
+            raise MediaError(f"the model's encoder refuses it ({in_one_line(error)})") from None
+        parts = [_lines(out.pooler_output)]
+        if self.spec.deepstack:
+            parts += [_lines(one) for one in out.deepstack_features]
+        vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if tuple(vectors.shape) != (len(items) * num_vectors, self.width):
+            count, width = len(vectors) // len(items), vectors.shape[-1]
+            raise MediaError(
+                f"the encoder gives {count} vectors of {width} numbers, the prompt has room for {num_vectors} of {self.width}"
+            )
+        return list(vectors.to(self.dtype).split(num_vectors))
+
+
+def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
+    """[vectors, hidden], of one tensor or of one for each image."""
+    each = [found] if isinstance(found, Tensor) else list(found)
+    return torch.cat([one.reshape(-1, one.shape[-1]) for one in each])
+
+
+def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+    """The model without its text part, its weights by chance. ProcessFatal."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    quiet()
+    values = json.loads(spec.config)
+    try:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        with torch.device("meta"), default_dtype(dtype):
+            module = kind._from_config(config, attn_implementation="sdpa", dtype=dtype)
+    except (*ENCODE_ERRORS, StrictDataclassError) as error:
+        raise ProcessFatal(
+            f"{spec.architecture}: transformers cannot make its encoder ({in_one_line(error)})"
+        ) from None
+    module.lm_head = nn.Identity()
+    for name in _TEXT_PARTS:
+        if hasattr(module.model, name):
+            setattr(module.model, name, nn.Identity())
+    module.to_empty(device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(seed)
+        for one in module.modules():
+            if hasattr(one, "_is_hf_initialized"):
+                one._is_hf_initialized = False
+        module.initialize_weights()  # and the tables that files do not have
+    return module.eval().requires_grad_(requires_grad=False)
