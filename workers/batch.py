@@ -37,6 +37,18 @@ class Prompt(NamedTuple):
     num_tokens: int
 
 
+class UncutRun(NamedTuple):
+    """Tokens of a request that attend to one another; some of them are in this step."""
+
+    place: int  # of the request, in the batch
+    row: int
+    first: int  # token of this step that is the run's, ...
+    num_tokens: int  # ... and how many there are
+    start: int  # the position of that first one
+    begin: int  # positions of the whole run
+    end: int
+
+
 class KnownRequests(NamedTuple):
     """The host's knowledge of the requests of a step, or of a half of one: decodes stand before prompts."""
 
@@ -88,6 +100,7 @@ class StepInputs:
     rope_shift: Tensor | None = None
     # [layers, t, hidden]: what is added to the residual behind the first layers; None: nothing
     deepstack: Tensor | None = None
+    uncut: tuple[UncutRun, ...] = ()  # of steps that are no CUDA graph (attention/uncut.py)
     turned_by: Tensor | None = None  # int64 [t]: the lines of the rotation's table, where these are not the positions
     adapters: "StepAdapters | None" = None  # of its rows; None: no row has one
     # By group of layers that see all tokens, beside columns: the decodes that read prefixes together.

@@ -73,7 +73,7 @@ class RotatedAttention(ABC):
         """query [t, q_heads, head_dim] -> [t, q_heads, head_dim]. This step's keys and values are in the cache."""
 
 
-def _attention(
+def attention_of(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -136,7 +136,7 @@ class TorchAttention(RotatedAttention):
             begin = (lens - seen.window).clamp(min=0) if seen.window else 0
             distance = torch.arange(keys.shape[2], device=query.device) + begin + 1 - lens  # [n, context]
             bias = seen.slopes.view(kv_heads, -1, 1) * distance[:, None, None]
-        out = _attention(grouped, keys, values, mask, seen, sinks=sinks, bias=bias)
+        out = attention_of(grouped, keys, values, mask, seen, sinks=sinks, bias=bias)
         return out.reshape(n, num_heads, head_dim)
 
     def _decoded(self, group: int, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -173,7 +173,7 @@ class TorchAttention(RotatedAttention):
         if seen.slopes is not None:
             at = torch.arange(first * size, context, device=query.device)
             bias = seen.slopes.view(-1, 1, 1) * (at - torch.arange(context - count, context, device=at.device)[:, None])
-        out = _attention(query, keys, values, mask, seen, sinks=sinks, bias=bias)
+        out = attention_of(query, keys, values, mask, seen, sinks=sinks, bias=bias)
         return out[0].transpose(0, 1)
 
     def _chunk_mask(self, count: int, keys: tuple[int, int], seen: Seen, device: torch.device) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meshlm.workers.attention.backend import Backend
+from meshlm.workers.attention.uncut import UncutAttention
 from meshlm.workers.batch import LayerCache, StepInputs
 from meshlm.workers.distributed.shard import Shard
 from meshlm.workers.engine.kit import TorchInputs
@@ -85,6 +86,8 @@ class Compute:
         """This stage's layers; what it passes on is in the intermediate tensors afterwards."""
         intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
         attention = self.attention.step(batch, self._block_size)
+        if batch.uncut:
+            attention = UncutAttention(attention, batch, self._block_size)
         caches = self.caches[: self._num_layers]
         hidden: Tensor = self._model(batch, caches, attention, None if self._is_first else intermediate_tensors)
         self._adapters = batch.adapters

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.samplers import SequenceBreakers
-from meshlm.workers.batch import StepInputs
+from meshlm.workers.batch import StepInputs, UncutRun
 from meshlm.workers.memory import zeros
 from meshlm.workers.rows.changes import I32, NOTHING
 from meshlm.workers.rows.columns import ON_DEVICE, Column, num_ints
@@ -39,12 +39,14 @@ class MediaBuffers:
         """rope_shift, deepstack: see StepInputs, of the most tokens; None: the model has none."""
         self.rope_shift, self.deepstack = rope_shift, deepstack
         self.in_use = False  # by the step that is being launched
+        self.uncut: tuple[UncutRun, ...] = ()  # of that step
 
     def of_step(self, batch: StepInputs, count: int) -> StepInputs:
         """With the buffers' lines of its first `count` tokens, which all are."""
         shift, deepstack = self.rope_shift, self.deepstack
         return replace(
             batch,
+            uncut=self.uncut,
             rope_shift=None if shift is None else shift[:, :count],
             deepstack=None if deepstack is None else deepstack[:, :count],
         )

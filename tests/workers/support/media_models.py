@@ -93,6 +93,49 @@ def _gemma3(words: Any) -> Any:
     return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), words, image_seq_length=4)
 
 
+def _idefics3(words: Any) -> Any:
+    from transformers import Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return Idefics3Processor(images, words, image_seq_len=4)
+
+
+def _internvl(words: Any) -> Any:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    sizes: dict[str, Any] = {"size": {"height": 16, "width": 16}, "crop_to_patches": True}
+    images = GotOcr2ImageProcessorPil(**sizes, min_patches=1, max_patches=3)
+    return _without_video("InternVLProcessor")(images, words, None, image_seq_length=4)
+
+
+def _pixtral(words: Any) -> Any:
+    pytest.importorskip("torchvision", reason="transformers' processor of Pixtral wants it")
+    from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+    from transformers.models.pixtral.processing_pixtral import PixtralProcessor
+
+    images = PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size={"height": 4, "width": 4})
+    return PixtralProcessor(images, words, patch_size=4, spatial_merge_size=2, image_token=IMAGE)
+
+
+def _onevision(words: Any) -> Any:
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    images = LlavaOnevisionImageProcessorPil(size={"height": 16, "width": 16}, image_grid_pinpoints=_TILES)
+    return _without_video("LlavaOnevisionProcessor")(images, words, None, 16, "full")
+
+
+def _llava_next(words: Any) -> Any:
+    from transformers import LlavaNextProcessor
+    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+
+    sizes: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    images = LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_TILES)
+    return LlavaNextProcessor(images, words, 4, "default", num_additional_image_tokens=1)
+
+
+_BOTH = ("image_token_id", "image_token_index")
+_TILES = [[16, 16], [16, 32], [32, 16]]
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 _WIDE = {"head_dim": 16, "rope_parameters": _AXES | {"mrope_section": [4, 2, 2], "mrope_interleaved": True}}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "initializer_range": 0.2}
@@ -140,7 +183,69 @@ CASES: dict[str, Case] = {
         _SQUARE | {"model_type": "clip_vision_model"},
         {},
         _llava,
-        sees=("image_token_id", "image_token_index"),
+        sees=_BOTH,
+    ),
+    "llava-next": Case(
+        "LlavaNextForConditionalGeneration",
+        "LlavaNextConfig",
+        {"model_type": "llama"},
+        _SQUARE | {"model_type": "clip_vision_model"},
+        {"image_grid_pinpoints": _TILES},
+        _llava_next,
+        sees=_BOTH,
+    ),
+    "llava-onevision": Case(
+        "LlavaOnevisionForConditionalGeneration",
+        "LlavaOnevisionConfig",
+        {"model_type": "qwen2"},
+        _SQUARE | {"model_type": "siglip_vision_model"},
+        {"image_grid_pinpoints": _TILES},
+        _onevision,
+        sees=_BOTH,
+    ),
+    "gemma3": Case(
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {"head_dim": 16, "num_hidden_layers": 4, "query_pre_attn_scalar": 24, "sliding_window": 9}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+        _SQUARE | {"model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4, "boi_token_index": IDS["<boi>"], "eoi_token_index": IDS["<eoi>"]}
+        | {"tie_word_embeddings": True},
+        _gemma3,
+        sees=_BOTH,
+    ),
+    "idefics3": Case(
+        "Idefics3ForConditionalGeneration",
+        "Idefics3Config",
+        {"model_type": "llama"},
+        _SQUARE,
+        {"scale_factor": 2},
+        _idefics3,
+    ),
+    "smolvlm": Case(
+        "SmolVLMForConditionalGeneration",
+        "SmolVLMConfig",
+        {"model_type": "llama"},
+        _SQUARE,
+        {"scale_factor": 2},
+        _idefics3,  # its own needs num2words, for videos
+    ),
+    "internvl": Case(
+        "InternVLForConditionalGeneration",
+        "InternVLConfig",
+        {"model_type": "qwen2"},
+        _TOWER | {"num_hidden_layers": 2, "image_size": [16, 16], "patch_size": [4, 4]},
+        {"image_seq_length": 4},
+        _internvl,
+    ),
+    "mistral3": Case(
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {"model_type": "mistral", "sliding_window": None},
+        _SQUARE | {"model_type": "pixtral", "image_size": 32},
+        {"spatial_merge_size": 2},
+        _pixtral,
+        sees=_BOTH,
     ),
 }
 
@@ -159,6 +264,9 @@ class Seeing:
         whole = getattr(transformers, case.architecture)._from_config(config, attn_implementation="eager")
         self.theirs = whole.eval().float()
         self.theirs.get_input_embeddings().weight.data *= 0.1
+        self.theirs.lm_head.weight.data[IDS[IMAGE]] = (
+            0  # no answer has a placeholder, for which transformers would want an image
+        )
         for name, parameter in self.theirs.named_parameters():
             if name.endswith(("norm.weight", ".bias")):
                 parameter.data += torch.randn_like(parameter) * 0.1

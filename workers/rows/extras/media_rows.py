@@ -17,7 +17,7 @@ from meshlm.protocol.edges.step import NewRow, RowFailed
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.media import Media, MediaItem
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.workers.batch import VECTOR
+from meshlm.workers.batch import VECTOR, UncutRun
 from meshlm.workers.media.positions import RopeShift, rope_shift
 from meshlm.workers.media.tensors import MediaError
 from meshlm.workers.rows.changes import I32, I64
@@ -58,14 +58,18 @@ class MediaStep(StepExtra[Tensor]):
         parts: list[_Part],
         shift: I64 | None,
         failed: dict[int, RowFailed],
+        uncut: tuple[UncutRun, ...] = (),
     ) -> None:
         """encoder: None on a stage that embeds no tokens. shift: of M-RoPE [3, t]. failed: by place, what is known to be wrong."""
         self._rows, self._encoder, self._parts, self._shift, self._failed = rows, encoder, parts, shift, failed
+        self._uncut = uncut
+        if uncut:
+            self.why_no_graph = "images whose tokens attend to one another"
 
     def before_model(self) -> None:
         buffers = self._rows.media
         assert buffers is not None
-        buffers.in_use = True
+        buffers.in_use, buffers.uncut = True, self._uncut
         if self._shift is not None and buffers.rope_shift is not None:
             buffers.rope_shift[:, : self._shift.shape[1]] = put(self._shift, buffers.rope_shift.device)
         if self._encoder is None or not self._parts:
@@ -92,7 +96,7 @@ class MediaStep(StepExtra[Tensor]):
         """Steps without images find zeros."""
         media = self._rows.media
         assert media is not None
-        media.in_use = False
+        media.in_use, media.uncut = False, ()
         if self._shift is not None and media.rope_shift is not None:
             media.rope_shift[:, : self._shift.shape[1]].zero_()
         if media.deepstack is not None:
@@ -149,10 +153,11 @@ class MediaRows(RowExtra[Tensor]):
     def for_step(self, step: StepColumns) -> StepExtra[Tensor] | None:
         failed = {place: self._failed[row] for place, row in enumerate(step.rows.tolist()) if row in self._failed}
         shift = self._shift_of(step)
+        uncut = self._uncut_of(step) if self._items else ()
         parts = self._parts_of(step) if self._items else []
         if not parts and shift is None and not failed:
             return None
-        return MediaStep(self._rows, self.encoder, parts, shift, failed)
+        return MediaStep(self._rows, self.encoder, parts, shift, failed, uncut)
 
     def for_largest_step(self) -> StepExtra[Tensor] | None:
         return None if self.encoder is None else ReservedMemory(self.encoder)
@@ -175,6 +180,17 @@ class MediaRows(RowExtra[Tensor]):
                 found[:, begins[place] : begins[place] + count] = self._shifts[row].of(start, count)
         return found
 
+    def _uncut_of(self, step: StepColumns) -> tuple[UncutRun, ...]:
+        found, begins = [], np.cumsum(step.counts) - step.counts
+        for place, row in enumerate(step.rows.tolist()):
+            start, end = int(step.starts[place]), int(step.starts[place]) + int(step.counts[place])
+            for begin, behind in (run for item in self._items.get(row, ()) for run in _runs(item)):
+                low, high = max(begin, start), min(behind, end)
+                if low < high:
+                    first = int(begins[place]) + low - start
+                    found.append(UncutRun(place, row, first, high - low, low, begin, behind))
+        return tuple(found)
+
     def _parts_of(self, step: StepColumns) -> list[_Part]:
         """Forgets the items of rows whose last vector is computed with this step."""
         found, begins = [], np.cumsum(step.counts) - step.counts
@@ -191,6 +207,15 @@ class MediaRows(RowExtra[Tensor]):
             if end >= last.position + last.num_tokens:
                 del self._items[row]
         return found
+
+
+def _runs(item: MediaItem) -> list[tuple[int, int]]:
+    """The positions (first, behind the last) of the vectors that attend to one another: those of a tile, of several."""
+    if not item.is_uncut:
+        return []
+    is_vector = np.concatenate(([0], np.frombuffer(item.is_vector, np.uint8), [0])).astype(np.int8)
+    edges = item.position + np.flatnonzero(np.diff(is_vector))
+    return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
 def _items_of(new: NewRow) -> tuple[MediaItem, ...]:
