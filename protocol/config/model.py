@@ -104,6 +104,20 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "auto: where the copy takes at most a quarter of what the weights leave for the KV cache"
         ),
     ] = "auto"
+    cpu_offload_gb: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="GiB of each GPU's memory to save, at least: weights of linear layers that are not quantised stay in the "
+            "host's memory and are copied to the GPU in every step",
+        ),
+    ] = 0.0
+    cpu_offload_params: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="parts of the names of the weights that may, as mlp or gate_up_proj; all, where none is given"
+        ),
+    ] = ()
     cpu_exact: Annotated[
         bool,
         Meta(

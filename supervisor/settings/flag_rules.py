@@ -19,6 +19,7 @@ from meshlm.runtime import io_processors, platforms, plugins
 from meshlm.runtime.attention_packages import PACKAGES
 from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.platforms import Platform
+from meshlm.runtime.process import host_memory
 from meshlm.supervisor.settings import placement
 from meshlm.supervisor.settings.rules import Rules
 
@@ -280,6 +281,7 @@ def workers(c: MeshConfig, f: Facts) -> Rules:
     yield compiled and not f.compiles, flag, f"it is not there for {name}; use none"
     copy, why = c.model.decoded_copy, f"it is for a GPU, not for --device {f.device}; leave it out"
     yield copy != "auto" and f.device != "cuda", f"--decoded-copy {copy}", why
+    yield from _offload(c, f)
     why = f"it is for products on a CPU, not for --device {f.device}; leave it out"
     yield c.model.cpu_exact and f.device != "cpu", "--cpu-exact", why
     packed = compiled and f.load_format == "gguf" and c.model.gguf_weights != "decoded"
@@ -292,6 +294,39 @@ def workers(c: MeshConfig, f: Facts) -> Rules:
     yield ranges and c.experts.enable_dbo, flag, why
     ids, why = c.worker.device_ids, f"it is for GPUs, not for --device {f.device}; leave it out"
     yield bool(ids) and f.device != "cuda", f"--device-ids {ids}", why
+
+
+def _offload(c: MeshConfig, f: Facts) -> Rules:
+    """Of weights that stay on the host."""
+    wanted, names = c.model.cpu_offload_gb, "--cpu-offload-params"
+    yield (
+        c.model.cpu_offload_params and not wanted,
+        names,
+        "it says which weights --cpu-offload-gb leaves on the host; give both",
+    )
+    if not wanted:
+        return
+    flag = f"--cpu-offload-gb {wanted:g}"
+    yield (
+        f.device != "cuda",
+        flag,
+        f"it is for GPUs; with --device {f.device} weights are in the host's memory; leave it out",
+    )
+    others = {
+        "--speculative-config": bool(c.speculative.method),
+        "--compile": c.worker.compile != "none",
+        "--enable-dbo": c.experts.enable_dbo,
+        "--enable-expert-parallel": c.experts.enable_expert_parallel,
+        "--enable-eplb": c.experts.enable_eplb,
+        "--enable-sleep-mode": c.worker.enable_sleep_mode,
+        "--deterministic": c.worker.deterministic,
+        "--model-impl transformers": f.spec.transformers is not None,
+    }
+    for other, is_there in others.items():
+        yield is_there, flag, f"with {other} weights stay on the GPU; leave one out"
+    free = host_memory.available() / 2**30
+    why = f"this machine has {free:.1f} GiB left for the weights of {c.parallel.workers_per_rank} workers; give less"
+    yield wanted * c.parallel.workers_per_rank > free, flag, why
 
 
 def attention(c: MeshConfig, spec: ModelSpec, device: str, dtype: str) -> Rules:

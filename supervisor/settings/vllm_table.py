@@ -146,7 +146,9 @@ _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
 _CONTEXT_PARALLEL = "context parallelism is not there yet; -tp and -pp are"
 _PER_RANK = "start one mesh per rank with --data-parallel-rank and a --port of its own"
-_OFFLOAD = "weights stay on the device; -tp and -pp spread them over several"
+_OFFLOAD = (
+    "--cpu-offload-gb and --cpu-offload-params are the settings; layers that lie evenly between others are prefetched"
+)
 _STATES = "states of state-space layers are computed by our kernels and rounded to the nearest"
 _CHOSEN = "kernels are chosen by their tables and by --tune"
 _STEPS = "steps are not logged; --profiler-dir writes traces, GET /metrics has histograms"
@@ -209,7 +211,6 @@ ABSENT = {
     "--cpu-distributed-timeout-seconds": _TIMEOUTS,
     "--kv-cache-dtype-skip-layers": "--kv-cache-dtype is for all layers",
     "--prefix-match-unit": "prefixes are matched in whole KV blocks (--block-size)",
-    "--cpu-offload-params": _OFFLOAD,
     "--offload-params": _OFFLOAD,
     "--enable-logging-iteration-details": _STEPS,
     "--jit-monitor-mode": _COMPILING,
@@ -256,7 +257,6 @@ ONLY = {
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "-pcp"), (("1",), _CONTEXT_PARALLEL)),
     "--prefill-context-parallel-size": (("1",), _CONTEXT_PARALLEL),
     **dict.fromkeys(("--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size"), (("1",), _CONTEXT_PARALLEL)),
-    "--cpu-offload-gb": (("0", "0.0"), _OFFLOAD),
     "--long-prefill-token-threshold": (("0",), _PREFILL),
     "--max-num-partial-prefills": (("1",), _PREFILL),
     "--max-long-partial-prefills": (("1",), _PREFILL),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from meshlm.protocol.sleeping import TAGS, WEIGHTS
+from meshlm.workers.weights.host_copy import on_host
 from meshlm.workers.weights.reload import tensors_of
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Released:
                     _give_back_pages(storage)
             elif storage.resizable() and storage.nbytes():
                 size = storage.nbytes()
-                self._freed.append((storage, size, _on_host(_bytes_of(storage)) if keep else None))
+                self._freed.append((storage, size, on_host(_bytes_of(storage)) if keep else None))
                 storage.resize_(0)
 
     @property
@@ -59,13 +60,6 @@ class Released:
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     """uint8 [bytes], the storage itself."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _on_host(data: Tensor) -> Tensor:
-    """A copy in pinned memory. torch's own pinned memory would be as large as the next power of two, and stay."""
-    host = torch.empty(len(data), dtype=torch.uint8)
-    torch.cuda.cudart().cudaHostRegister(host.data_ptr(), len(data), 0)
-    return host.copy_(data)  # where it could not be pinned, that takes longer
 
 
 def _give_back_pages(storage: UntypedStorage) -> None:

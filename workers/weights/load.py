@@ -26,6 +26,7 @@ from meshlm.workers.weights.check import check_finite, check_tensors
 from meshlm.workers.weights.gguf_parameters import PackedParameter, SpannedParameter, keep, keep_spans
 from meshlm.workers.weights.layer_formats import keep_codes, keeps_mxfp4, use_formats, use_mxfp4
 from meshlm.workers.weights.layouts import MXFP4Source, to_halves
+from meshlm.workers.weights.offload import offload
 from meshlm.workers.weights.scales import ScaleTensor, check_redundant, scale_rows, scale_tensors
 from meshlm.workers.weights.slices import WeightSlice, place
 from meshlm.workers.weights.source import Source
@@ -107,6 +108,8 @@ def planned(resolved: Resolved, device: torch.device, seed: int, shard: Shard, p
         say("weights of the .gguf file", form=form.name.lower(), reason=why)
         packed = weight_bytes(model) + _decoded_bytes(model, device, dtype)
         needed, kept = max(needed, packed) if form is Form.DECODED else packed, {**kept, **experts}
+    if plan is not None and plan.offload_bytes:
+        needed -= offload(model, plan.offload_bytes, plan.offload_names, device)
     return PlannedLoad(model, tensors, kept, needed, copied)
 
 
@@ -179,8 +182,9 @@ def _fill_redundant(model: Decoder) -> None:
 
 
 def make_tensors(module: nn.Module, device: torch.device) -> None:
-    """Does as `module.to_empty(device=device)`, which calls empty_like, which imports sympy for a meta tensor: 34 MiB, and time."""
-    module._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
+    """Does as `module.to_empty(device=device)` with what is on the meta device; that calls empty_like, which imports sympy for a meta
+    tensor: 34 MiB, and time."""
+    module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device) if one.is_meta else one)
 
 
 def fill(

@@ -24,6 +24,7 @@ from meshlm.workers.models.decoder import Decoder, DecoderLayer
 from meshlm.workers.moe.fused_moe import FusedMoE
 from meshlm.workers.weights.check import check_finite
 from meshlm.workers.weights.load import DTYPES, default_dtype, fill, make_tensors, planned
+from meshlm.workers.weights.offload import is_offloaded, slots_of
 from meshlm.workers.weights.weights_plan import WeightsPlan
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def why_not(engine: ReloadableEngine, resolved: Resolved) -> str:
         return "weights are not read again with --model-impl transformers"
     if resolved.pooling is not None or resolved.spec.encoder_only or resolved.spec.audio_encoder is not None:
         return "weights are read again of models that give text"
+    if is_offloaded(engine.model):
+        return "weights that stay on the host (--cpu-offload-gb) are not replaced"
     if any(not parameter.untyped_storage().size() for parameter in engine.model.parameters()):
         return "the worker is asleep; wake_up of its weights comes first"
     try:
@@ -140,8 +143,9 @@ def sum_of(models: Iterable[nn.Module]) -> str:
     """A sum over all bytes of the weights as they lie in memory, for every place another factor: equal weights have equal sums."""
     total = 0
     for model in models:
+        slots = slots_of(model)
         for tensor in tensors_of(model):
-            if tensor.is_meta:  # its values are packed, in another one
+            if tensor.is_meta or tensor.untyped_storage().data_ptr() in slots:  # its values are packed, in another one
                 continue
             data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             words = data[: len(data) // 4 * 4].view(torch.int32)

@@ -44,6 +44,8 @@ class WeightsPlan(NamedTuple):
     ranks: int = 1  # that compute one model together
     exact: bool = True  # --cpu-exact
     copy: str = "auto"  # --decoded-copy
+    offload_bytes: int = 0  # --cpu-offload-gb ...
+    offload_names: tuple[str, ...] = ()  # ... and --cpu-offload-params
 
 
 def form_of(plan: WeightsPlan, decoded: int) -> tuple[Form, str]:
@@ -127,5 +129,6 @@ def weights_plan(
     available = int(torch.cuda.mem_get_info()[1] * config.cache.gpu_memory_utilization) - others
     return WeightsPlan(
         wanted, "cuda", False, available, request, config.cache.kv_cache_memory, shard.size,
-        copy=config.model.decoded_copy,
+        copy=config.model.decoded_copy, offload_bytes=int(config.model.cpu_offload_gb * 2**30),
+        offload_names=config.model.cpu_offload_params,
     )  # fmt: skip

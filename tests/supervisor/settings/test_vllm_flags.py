@@ -261,7 +261,7 @@ COMMANDS = [
         "is taken as peer_memory",
     ),
     ("m --all2all-backend deepep_high_throughput", "DeepEP is not used; peer_memory"),
-    ("m --cpu-offload-gb 10", "weights stay on the device"),
+    ("m --cpu-offload-gb 10 --cpu-offload-params mlp", ""),
     ("--prefill-only --ec-transfer-config {}", "one mesh computes prompts and answers"),
     ("m --ec-transfer-config {}", "what encoders compute stays in the worker"),
     ("m --quantization-config {}", "--quantization is the setting"),
