@@ -64,8 +64,11 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     )
     yield from kv_store.rules(c)
     yield pools, flag, f"{f.spec.architecture} gives vectors here, and keeps no pages; leave it out"
-    several = c.parallel.nnodes > 1 or c.network.headless or bool(c.network.listen)
+    network = c.network
+    several = c.parallel.nnodes > 1 or network.headless or bool(network.listen or network.join)
     yield kv.shares_pages and several, ROLES_FLAG, "ranks read one another's pages on one host; this mesh has several"
+    why = "kv_ip is an address of one node, and this mesh has several; have a mesh on each node"
+    yield kv.transfer is not None and several, FLAG, why
     by_id, size = kv.transfer is not None and kv.transfer.by_request_id, c.parallel.data_parallel_size
     yield (
         by_id and size > 1,

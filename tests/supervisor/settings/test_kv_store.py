@@ -9,6 +9,7 @@ import pytest
 from tiny_models import spec_of
 
 from meshlm.protocol.config import CacheConfig, KVTransferConfig, MeshConfig, NetworkConfig, ParallelConfig
+from meshlm.protocol.config.kv_transfer import PageTransfer
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime import platforms
 from meshlm.runtime.process import host_memory
@@ -20,6 +21,7 @@ from meshlm.supervisor.settings import flag_rules, flags, kv_transfer, placement
 GIB = 1 << 30
 OFFLOADING: dict[str, Any] = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 STORE = KVTransferConfig(kv_offloading_size=0.5)
+BETWEEN = KVTransferConfig(transfer=PageTransfer(connector="NixlConnector", role="kv_both", host="127.0.0.1", port=0))
 
 
 def settled(given: Any = None, **fields: Any) -> KVTransferConfig:
@@ -119,6 +121,17 @@ def test_the_size_is_given_once() -> None:
             (
                 MeshConfig(kv_transfer=STORE, **elsewhere),
                 "--kv-offloading-size: ranks of other nodes cannot map this host's",
+            )
+            for elsewhere in (
+                {"parallel": ParallelConfig(nnodes=2, data_parallel_size=2)},
+                {"network": NetworkConfig(listen="10.0.0.1:5700")},
+                {"network": NetworkConfig(join="10.0.0.1:5700", headless=True)},
+            )
+        ),
+        *(
+            (
+                MeshConfig(kv_transfer=BETWEEN, **elsewhere),
+                "--kv-transfer-config: kv_ip is an address of one node, and this mesh has several; have a mesh on each",
             )
             for elsewhere in (
                 {"parallel": ParallelConfig(nnodes=2, data_parallel_size=2)},
