@@ -1,4 +1,5 @@
 """GPT-2 (Radford et al. 2019): learned positions, and matrices that files hold with a row for each input.
+StarCoder and SantaCoder (Li et al. 2023): GPT-2 with one key-value head, and a row for each output.
 GPT-NeoX and Pythia (Black et al. 2022): attention and MLP beside one another behind a norm each; a part of each head is turned.
 GPT-J (Wang and Komatsuzaki 2021): attention and MLP beside one another behind one norm, a part of each head turned.
 OPT (Zhang et al. 2022): learned positions, of which the first token has the third.
@@ -12,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.architectures import layer_norms
-from meshlm.architectures.config_values import boolean, integer, pairs, refuse_quantised, shown, words
+from meshlm.architectures.config_values import boolean, integer, only_these, pairs, refuse_quantised, shown, words
 from meshlm.architectures.dense import dense_gguf, one_window, partial_factor
 from meshlm.architectures.family import GGUFMetadata, Layout
 from meshlm.architectures.layers import with_attention
@@ -25,12 +26,17 @@ _NAMES = pairs("""
 _GPT2_ORDER = LayerNormSpec(learned_positions=True)
 
 
-def _gpt2_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+def _gpt2_spec(config: dict[str, Any], architecture: str, *, grouped: bool = False) -> ModelSpec:
     config = layer_norms.named(config, _NAMES)
     config["intermediate_size"] = config.get("n_inner") or 4 * integer(config, "hidden_size")
     biased = {**config, "attention_bias": True, "mlp_bias": True}
     keys = {"eps": "layer_norm_epsilon", "act": "activation_function"}
-    return layer_norms.layer_norm_spec(biased, architecture, _GPT2_ORDER, **keys, grouped=False)
+    return layer_norms.layer_norm_spec(biased, architecture, _GPT2_ORDER, **keys, grouped=grouped)
+
+
+def _bigcode_spec(config: dict[str, Any], architecture: str) -> ModelSpec:
+    only_these(config, {"multi_query": True}, architecture)
+    return _gpt2_spec({**config, "num_key_value_heads": 1}, architecture, grouped=True)
 
 
 _GPT2_OUTSIDE = {"wte": "model.embed_tokens", "wpe": "model.embed_positions", "ln_f": "model.norm"}
@@ -53,6 +59,16 @@ GPT2 = layer_norms.FUSED._replace(
     rename=layer_norms.renaming(r"h\.", _GPT2_OUTSIDE, _INSIDE, "transformer."),
     unread=r"model\.layers\.\d+\.attn\.(masked_)?bias",
     gguf=layer_norms.layer_norm_form("gpt2", _GPT2_ORDER),
+)
+GPT_BIGCODE = GPT2._replace(
+    architecture="GPTBigCodeForCausalLM",
+    model_type="gpt_bigcode",
+    spec=_bigcode_spec,
+    keys=(GPT2.keys - {"reorder_and_upcast_attn"})
+    | words("multi_query attention_softmax_in_fp32 scale_attention_softmax_in_fp32"),
+    defaults={**GPT2.defaults, "activation_function": "gelu_pytorch_tanh"},
+    layouts={},
+    gguf=layer_norms.layer_norm_form("starcoder", _GPT2_ORDER),
 )
 
 
@@ -233,4 +249,4 @@ STARCODER2 = layer_norms.LAYER_NORMS._replace(
     rename=layer_norms.renaming(r"model\.layers\.", {}, {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
     gguf=layer_norms.layer_norm_form("starcoder2", _starcoder2_gguf),
 )
-FAMILIES = (GPT2, GPT_NEOX, GPTJ, OPT, STABLELM, STARCODER2)
+FAMILIES = (GPT2, GPT_BIGCODE, GPT_NEOX, GPTJ, OPT, STABLELM, STARCODER2)

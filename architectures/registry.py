@@ -21,8 +21,8 @@ class _Module(NamedTuple):
 
 _MODULES = {
     "llama": """
-        LlamaForCausalLM=llama HeliumForCausalLM
-        ApertusForCausalLM=apertus ArceeForCausalLM=arcee CwmForCausalLM SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
+        LlamaForCausalLM=llama HeliumForCausalLM ArceeForCausalLM=arcee CwmForCausalLM
+        ApertusForCausalLM=apertus SeedOssForCausalLM=seed_oss SmolLM3ForCausalLM=smollm3
         MistralForCausalLM MixtralForCausalLM=llama MinistralForCausalLM Ministral3ForCausalLM=mistral3
     """,
     "hunyuan": "HunYuanDenseV1ForCausalLM=hunyuan-dense HunYuanMoEV1ForCausalLM=hunyuan-moe",
@@ -56,7 +56,7 @@ _MODULES = {
     """,
     "cohere": "CohereForCausalLM=command-r Cohere2ForCausalLM=cohere2",
     "gpt": """
-        Starcoder2ForCausalLM=starcoder2 GPT2LMHeadModel=gpt2 GPTNeoXForCausalLM=gptneox OPTForCausalLM
+        Starcoder2ForCausalLM=starcoder2 GPT2LMHeadModel=gpt2 GPTBigCodeForCausalLM=starcoder GPTNeoXForCausalLM=gptneox OPTForCausalLM
         StableLmForCausalLM=stablelm GPTJForCausalLM
     """,
     "nemotron": "NemotronForCausalLM=nemotron NemotronHForCausalLM=nemotron_h",

@@ -47,6 +47,7 @@ LAYER_NORMS: dict[str, LayerNormSpec] = {
     "Cohere": LayerNormSpec(parallel=1, gated=True),
     "Starcoder2": LayerNormSpec(),
     "GPT2": LayerNormSpec(learned_positions=True),
+    "GPTBigCode": LayerNormSpec(learned_positions=True),
     "GPTNeoX": LayerNormSpec(parallel=2),
     "Phimoe": LayerNormSpec(gated=True),
     "PhiMoE": LayerNormSpec(gated=True),

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Glm4ForCausalLM": DENSE["glm4"],
     "Starcoder2ForCausalLM": DENSE["starcoder2"],
     "GPT2LMHeadModel": CLASSIC["gpt2"],
+    "GPTBigCodeForCausalLM": CLASSIC["gpt-bigcode"],
     "GPTNeoXForCausalLM": CLASSIC["gpt-neox"],
     "PhiForCausalLM": CLASSIC["phi"],
     "OPTForCausalLM": CLASSIC["opt"],

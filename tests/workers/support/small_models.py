@@ -260,6 +260,7 @@ CLASSIC: dict[str, tuple[str, dict[str, Any]]] = {
         | {"lm_head_bias": True},
     ),
     "gpt2": ("GPT2Config", GPT2 | {"n_positions": 64} | _ALONE),
+    "gpt-bigcode": ("GPTBigCodeConfig", GPT2 | {"n_positions": 64}),
     "gpt-neox": ("GPTNeoXConfig", _ALONE | {"rotary_pct": 0.5}),
     "gpt-neox-serial": ("GPTNeoXConfig", _ALONE | {"use_parallel_residual": False, "attention_bias": False}),
     "phi": ("PhiConfig", {}),

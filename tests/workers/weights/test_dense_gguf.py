@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         for kind, name, keys in (
             ("arcee", "arcee", {}),
             ("gpt2", "gpt2", {}),
+            ("starcoder", "gpt-bigcode", {}),
             ("gptneox", "gpt-neox", {"rope.dimension_count": 4}),
             ("phi2", "phi", {"rope.dimension_count": 4}),
             ("stablelm", "stablelm", {"rope.dimension_count": 4}),
