@@ -109,7 +109,8 @@ class TritonAttention:
         extras = Extras(sliding_window, heads.softcap, heads.sinks, *scales, heads.chunk, heads.slopes)
         decodes, columns = self._batch.num_decodes, self._columns[cache.group]
         shared = self._shared(cache, heads, extras)
-        if decodes == columns.n and shared is None and self._batch.verified is None:
+        fused = batch.turned_by is None  # else each token has a line of its own in the table of a step
+        if decodes == columns.n and shared is None and self._batch.verified is None and fused:
             out = torch.empty(qkv.shape[0], heads.num_heads, heads.head_dim, dtype=qkv.dtype, device=qkv.device)
             rope = Rope(table, heads.norms, heads.eps, heads.num_heads)
             self._decode(qkv, cache, scale, out, extras, rope)

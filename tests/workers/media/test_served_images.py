@@ -7,20 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bench import COORDINATOR, DETOKENIZER, LIFE, Bench, limits
 from media_models import CASES, LENGTH, Seeing, picture
 from served_engines import Engines
+from serving_images import OUTPUT, STEP, ask, behind
 
-from meshlm.protocol.edges.admit import Assign, EngineRequest
-from meshlm.protocol.media import Media
-from meshlm.protocol.sampling import SamplingParams
-from meshlm.protocol.wire.columns import pack_i32
-from meshlm.protocol.wire.ids import Handle, RequestId
-from meshlm.runtime.process.events import Received
 from meshlm.workers.media.stage import EncoderStage
 from meshlm.workers.rows.extras.media_rows import MediaRows
 
-OUTPUT, STEP = 12, 24
 ONE, WIDE, TALL = picture(1, 32, 32), picture(2, 45, 19), picture(3, 14, 37)
 
 
@@ -50,21 +43,6 @@ def engines(request: pytest.FixtureRequest, seeing: Seeing) -> Iterator[Engines]
     made.close()
 
 
-def ask(bench: Bench, handle: int, prompt: list[int], media: Media | None) -> None:
-    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
-    extras = () if media is None else (media,)
-    work = EngineRequest(
-        RequestId(f"r{handle}"), Handle(handle), pack_i32(prompt), sampling, arrival_s=float(handle), extras=extras
-    )
-    bench.event(Received(COORDINATOR, LIFE, Assign(work, DETOKENIZER, LIFE)))
-
-
-def behind(engines: Engines) -> Bench:
-    bench = Bench(limits(max_model_len=LENGTH, max_num_batched_tokens=STEP), 0, 0, model=engines)
-    engines.cached = bench.directory._hashes
-    return bench
-
-
 def test_tokens_are_transformers(seeing: Seeing, engines: Engines) -> None:
     between = "><" if not seeing.case.merge else "> w9 <"  # transformers' M-RoPE takes images side by side for one
     asked = [(text.replace("><", between).replace("<image>", seeing.placeholder), images) for text, images in PROMPTS]
@@ -91,3 +69,17 @@ def test_tokens_are_transformers(seeing: Seeing, engines: Engines) -> None:
     assert isinstance(stage, EncoderStage)
     assert stage.cache.hits > 0
     stage.cache.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+def test_tensor_parallel_ranks_each_encode(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = Seeing(CASES[name], tmp_path_factory.mktemp("ranks"))
+    engines = Engines(model.folder, 40, "torch", tp=2, max_model_len=LENGTH, max_num_batched_tokens=STEP)
+    text, images = f"{words(2, 21)} {model.placeholder} w3 {model.placeholder}", [WIDE, TALL]
+    try:
+        bench = behind(engines)
+        ask(bench, 0, *model.prompt(text, images))
+        bench.finish()
+    finally:
+        engines.close()
+    assert bench.tokens[0] == model.logits(text, images, bench.tokens[0][:-1]).argmax(-1).tolist()

@@ -317,15 +317,15 @@ class Seeing:
                 MediaItem(**{name: getattr(item, name) for name in item.__struct_fields__} | {"position": len(ids)})
             )
             ids += np.frombuffer(item.replacement, np.int32).tolist()
-        assert ids == self._given(text, images)["input_ids"][0].tolist()
+        assert ids == self.given(text, images)["input_ids"][0].tolist()
         return ids, Media(tuple(items)) if items else None
 
-    def _given(self, text: str, images: list[Any]) -> Any:
+    def given(self, text: str, images: list[Any]) -> Any:
         return self.processor(text=[text], images=images or None, return_tensors="pt")
 
     def logits(self, text: str, images: list[Any], tokens: list[int]) -> torch.Tensor:
         """transformers' own of a prompt, as its processor gives it, and these tokens behind: [1 + tokens, vocab]."""
-        out = dict(self._given(text, images))
+        out = dict(self.given(text, images))
         length = out["input_ids"].shape[1]
         for name in _NOT_TENSORS:
             if name in out:
