@@ -12,7 +12,7 @@ from pathlib import Path
 
 PRODUCT = (
     *("architectures", "coordinator", "detokenizer", "frontend", "kernels"),
-    *("protocol", "runtime", "scheduler_proc", "store", "supervisor", "workers"),
+    *("mediaproc", "protocol", "runtime", "scheduler_proc", "store", "supervisor", "workers"),
 )
 
 

@@ -43,7 +43,14 @@ def left_extras(extras: Extras, whole: int, left: int, submit: Submit) -> Extras
     if left == whole:
         return extras
     begin = 0 if submit.text.truncation_side == "right" else whole - left
-    return tuple(part for extra in extras if (part := extra.cut(begin, begin + left)) is not None)
+    try:
+        return _cut(extras, begin, begin + left)
+    except ValueError as error:
+        raise RequestError(ErrorKind.INVALID, f"truncate_prompt_tokens: {error}", "truncate_prompt_tokens") from None
+
+
+def _cut(extras: Extras, begin: int, end: int) -> Extras:
+    return tuple(part for extra in extras if (part := extra.cut(begin, end)) is not None)
 
 
 def checked_sampling(submit: Submit, choice: int, num_prompt: int, max_model_len: int) -> SamplingParams:

@@ -17,6 +17,7 @@ from meshlm.detokenizer.decode import TokenTable
 from meshlm.detokenizer.events import Effect, Encode, Encoded, Event, Truncation
 from meshlm.detokenizer.extras import check_audio
 from meshlm.detokenizer.journal import Journal
+from meshlm.detokenizer.leases import Leases
 from meshlm.detokenizer.request_state import NOBODY, RequestState
 from meshlm.detokenizer.states import IN_ATTEMPT
 from meshlm.protocol.counts import DETOKENIZER
@@ -56,6 +57,7 @@ class Detokenizer:
         self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
         self._next_job = 0
+        self._leases = Leases()
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
 
@@ -73,10 +75,15 @@ class Detokenizer:
                 return self._abort(self.journal.frontend_lost(event.identity, event.incarnation))
             case PeerLost():
                 return self.attempts.lost(event)
+            case PeerUp(identity=Identity(role=Role.MEDIA)):
+                return [*self._leases.renewed(self.journal.by_id.values(), now, at_once=True)]
             case PeerUp():
                 return self.attempts.up(event)
             case Tick():
-                return self._abort([*self.journal.keyed.over(now), *self.journal.keyed.measure(self.journal.by_id)])
+                renewed = self._leases.renewed(self.journal.by_id.values(), now)
+                return renewed + self._abort(
+                    [*self.journal.keyed.over(now), *self.journal.keyed.measure(self.journal.by_id)]
+                )
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:

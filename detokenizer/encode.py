@@ -10,14 +10,18 @@ import msgspec
 from meshlm.detokenizer.events import Truncation
 from meshlm.detokenizer.extras import Encoding
 from meshlm.detokenizer.infill import infilled
+from meshlm.detokenizer.media import expanded, with_texts
 from meshlm.detokenizer.mixed import Mixer
 from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.media import Media
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.mesh.messages import IMAGE
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, token_bytes
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in messages; a template may read any of them
@@ -65,6 +69,9 @@ class Encoder:
 
     def encode_prompt(self, prompt: Prompt, truncation: Truncation | None) -> Encoding:
         """The prompt's ids, and what its extras are prepared by."""
+        if (media := find_extra(edge.media_of(prompt), Media)) is not None:
+            ids, media = self._with_media(prompt, media)
+            return Encoding(ids, self.text_of, media=(media,), tokens_with=self.tokens_with)
         if isinstance(prompt, MediaPrompt) and isinstance(prompt.prompt, ChatPrompt):
             ids, embeds = self.encode_mixed(prompt)
             return Encoding(ids, self.text_of, media=(embeds,), tokens_with=self.tokens_with)
@@ -93,6 +100,20 @@ class Encoder:
         chat, vectors = prompt.prompt, [one for one in prompt.media if isinstance(one, PromptEmbeds)]
         assert isinstance(chat, ChatPrompt)
         return self._mixer.encode(self.render(chat), vectors, add_special_tokens=chat.add_special_tokens)
+
+    def _with_media(self, prompt: Prompt, media: Media) -> tuple["array[int]", Media]:
+        """The ids of a prompt with images, and these with their positions. RequestError."""
+        assert isinstance(prompt, MediaPrompt)
+        match prompt.prompt:
+            case ChatPrompt() as chat:
+                image = self._tokenizer.id_to_token(media.items[0].placeholder) or ""
+                text, add_special_tokens = self.render(chat, image), chat.add_special_tokens
+            case TextPrompt(text=text, add_special_tokens=add_special_tokens):
+                pass
+            case _:
+                return expanded(self.encode(prompt.prompt), media)
+        text = with_texts(text, media, lambda token: self._tokenizer.id_to_token(token) or "")
+        return expanded(self._ids(text, add_special_tokens), media)
 
     def _pair(self, prompt: PairPrompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         first, second = self._plain(prompt.first), self._plain(prompt.second)
@@ -178,10 +199,11 @@ class Encoder:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt, image: str = "") -> str:
+        """The template's text. image: the placeholder, for templates that know no parts."""
         template = self._template(prompt)
         messages = msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
-        return template.render(prompt, [self._message(message, template) for message in messages])
+        return template.render(prompt, [self._message(message, template, image) for message in messages])
 
     def _template(self, prompt: ChatPrompt) -> ChatTemplate:
         """The request's own, or its choice of the model's; else the one for tools where there are some."""
@@ -197,11 +219,11 @@ class Encoder:
             text = f"this model has no default chat template; name one of its own with --chat-template: {names}"
         raise RequestError(ErrorKind.INVALID, text, "messages")
 
-    def _message(self, message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    def _message(self, message: dict[str, Any], template: ChatTemplate, image: str = "") -> dict[str, Any]:
         """Gives the message as templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where
         OpenAI's clients send them as JSON text; reasoning by the names that templates know."""
         found = {key: value for key, value in message.items() if value is not None}
-        found["content"] = self._content(found.get("content"), template, is_tool=message.get("role") == "tool")
+        found["content"] = self._content(found.get("content"), template, image, is_tool=message.get("role") == "tool")
         reasoning = next((found[name] for name in REASONING if name in found), None)
         if reasoning is not None:
             found = {"thinking": reasoning, "reasoning": reasoning, **found, "reasoning_content": reasoning}
@@ -212,7 +234,7 @@ class Encoder:
             found.pop("tool_calls", None)  # some templates look for the name alone
         return found
 
-    def _content(self, content: Any, template: ChatTemplate, *, is_tool: bool) -> Any:
+    def _content(self, content: Any, template: ChatTemplate, image: str, *, is_tool: bool) -> Any:
         """Text, parts on lines of their own; or a list of parts, for a template that goes through them. A tool's result is text where
         the template can take it: the parts that templates look for there are others."""
         if self._content_format != "auto":
@@ -227,9 +249,12 @@ class Encoder:
             parts = False
         if is_tool and refers and template.loops:
             parts = True
-        if not parts:
-            return "\n".join(map(_part, given))
-        return [part if _is_reference(part) else {"type": "text", "text": _part(part)} for part in given]
+        if not parts:  # images first, as in vLLM
+            images = [image for part in given if part == IMAGE]
+            return "\n".join([*images, *(_part(part) for part in given if part != IMAGE)])
+        return [
+            part if _is_reference(part) or part == IMAGE else {"type": "text", "text": _part(part)} for part in given
+        ]
 
 
 def _part(part: Any) -> str:

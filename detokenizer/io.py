@@ -24,6 +24,7 @@ from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.admit import Admit, Refused
+from meshlm.protocol.edges.media import MediaGone
 from meshlm.protocol.edges.text import MediaPrompt, Submit, TextDeltas, TokenPrompt, num_bytes_of
 from meshlm.protocol.edges.token import HANDLED, TokenDeltas
 from meshlm.protocol.extras import find_extra, num_bytes
@@ -280,6 +281,9 @@ class DetokenizerApp(App):
         match message:
             case edge.Tokenize() | edge.Detokenize():
                 self._questions.ask(peer, message)
+                return
+            case MediaGone(digests=digests):  # a request that needs one again fails, and says so
+                self._mesh.log.warning("files of images are gone", number=len(digests))
                 return
             case edge.Cancel():
                 self._questions.cancel(peer, message.handle)

@@ -15,6 +15,7 @@ from meshlm.frontend import plugins
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.listener import HttpListener, Listener
+from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
@@ -24,6 +25,7 @@ from meshlm.frontend.requests.budget import Budget
 from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges import control
+from meshlm.protocol.edges.media import MediaRead
 from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.operations import OperationDone
 from meshlm.protocol.wire.ids import COORDINATOR, Identity, Incarnation, Role
@@ -52,6 +54,7 @@ class FrontendApp:
         self.observer = Observer(self.client)
         self.operations = MeshOperations(self.client, self.figures)
         self.adapters = Adapters()
+        self.media = MediaClient()
         self.poison = PoisonBodies()
         self.io_processor: io_processors.IOProcessor | None = None
         self.draws = random.Random()
@@ -83,6 +86,7 @@ class FrontendApp:
         if mesh.config.resolved is None:
             raise ProcessFatal("the configuration is not resolved")
         self.client.mesh, self.config, self.resolved = mesh, mesh.config, mesh.config.resolved
+        self.media.send = mesh.send
         self.client.questions.asker = mesh.identity
         self.client.set_max_deaths(allowed(mesh.config.run.max_restarts))
         self.client.tracker.placement.num_detokenizers = mesh.config.server.detokenizers
@@ -135,6 +139,8 @@ class FrontendApp:
                 if message.first or message.finished:
                     self.requests.note_moved()
                 self.observer.written(message, begin_ns)
+            case MediaRead():
+                self.media.answered(message)
             case AdapterList():
                 self.adapters.heard(message)
             case OperationDone():
@@ -169,6 +175,8 @@ class FrontendApp:
         if peer.role is Role.DETOKENIZER:
             self.client.detokenizer_up(peer)
             self.readiness.changed()
+        elif peer.role is Role.MEDIA:
+            self.media.up()
         elif peer.role is Role.COORDINATOR and self.client.mesh is not None:
             self.adapters.coordinator_up(partial(self.client.mesh.send, COORDINATOR))
             self.operations.asked.coordinator_up()
@@ -176,6 +184,8 @@ class FrontendApp:
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self.client.detokenizer_down(peer, incarnation)
+        elif peer.role is Role.MEDIA:
+            self.media.down()
         elif peer.role is Role.COORDINATOR:
             self.readiness.queue_full = False
             self.operations.asked.coordinator_lost()

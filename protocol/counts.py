@@ -141,3 +141,13 @@ STORE: Mapping[str, Metric] = {
     "kv_store_read_bytes": Metric("counter", "Bytes of pages that were read, by tier.", "tier"),
     "kv_store_written_bytes": Metric("counter", "Bytes of pages that were written, by tier.", "tier"),
 }
+
+MEDIA: Mapping[str, Metric] = {
+    "media_queries": Metric("counter", "Images that requests brought."),
+    "media_hits": Metric("counter", "Images among these that were made ready for an earlier request."),
+    "media_refused": Metric("counter", "Requests with images that were refused, by the error's type.", "kind"),
+    "media_evicted": Metric("counter", "Images whose file made room for another."),
+    "media_files": Metric("gauge", "Files of images in shared memory: in use, kept for later requests.", "state"),
+    "media_bytes": Metric("gauge", "Bytes of these files."),
+    "media_capacity_bytes": Metric("gauge", "Bytes that they may have (--mm-processor-cache-gb)."),
+}

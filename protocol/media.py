@@ -43,6 +43,9 @@ class MediaItem(Struct, frozen=True):
     path: str = ""  # of the file of this host's shared memory that has the tensors
     tensors: tuple[MediaTensor, ...] = ()
     is_uncut: bool = False  # its tokens attend to one another, so one step computes them
+    placeholder: int = -1  # the token that a chat template writes for such an item, in whose place `replacement` comes
+    before: str = ""  # text that the model's processor puts in front of the replacement ...
+    after: str = ""  # ... and behind it
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "store", "supervisor")
+PROCESSES = ("frontend", "coordinator", "scheduler_proc", "workers", "detokenizer", "store", "mediaproc", "supervisor")
 ALLOWED: dict[str, set[str]] = {
     "protocol": {"protocol"},
     "architectures": {"architectures", "protocol"},

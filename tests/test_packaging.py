@@ -19,6 +19,7 @@ FOLDERS = {
     "workers",
     "detokenizer",
     "kernels",
+    "mediaproc",
     "protocol",
     "runtime",
     "store",

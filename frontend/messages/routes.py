@@ -55,13 +55,13 @@ class MessageRoutes:
     def _read(self, raw: bytes, kind: type[schema.Conversation], *, counts: bool = False) -> tuple[ParsedRequest, str]:
         """What is asked, and the model's name."""
         resolved = self._backend.resolved
-        check = partial(limits.check_raw_texts, resolved=resolved)
+        check = partial(limits.check_raw_texts, resolved=resolved, vectors=resolved.spec.media is not None)
         body, unknown = bodies.decode(raw, kind, check, self._reader.longest)
         server = self._backend.config.server
         with parse.renamed(NAMES):
-            chat = chat_request(body, server)
+            chat = chat_request(body, server, sees=resolved.spec.media is not None and not counts)
             if counts:  # nothing is generated
                 chat, server = for_counting(chat, server)
-            parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server)
+            parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server, media=not counts)
         named = parsed_request.with_answer(client_names={**NAMES, "prompt": "messages"})
         return named, self._reader.check_model(body.model)

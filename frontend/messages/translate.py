@@ -29,15 +29,15 @@ NAMES = {
 }
 
 
-def chat_request(request: Conversation, server: ServerConfig) -> ChatRequest:
-    """The same as a chat. What generation alone needs is added where the body is for that."""
+def chat_request(request: Conversation, server: ServerConfig, *, sees: bool = False) -> ChatRequest:
+    """The same as a chat. sees: messages may have images. What generation alone needs is added where the body is for that."""
     for field, why in REFUSED_MESSAGES.items():
         if getattr(request, field, None):
             raise field_error(field, f"{why}")
     keeps = _kept_turns(request.context_management)
     messages = _system(request.system)
     for place, message in enumerate(request.messages):
-        messages += _message(message, f"messages.{place}")
+        messages += _message(message, f"messages.{place}", sees)
     if not request.messages:
         raise field_error("messages", "give at least one message")
     for message in [message for message in messages if "reasoning" in message][:-keeps]:
@@ -127,7 +127,7 @@ def _system(system: str | list[Json] | None) -> list[Json]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _message(message: Json, where: str) -> list[Json]:
+def _message(message: Json, where: str, sees: bool) -> list[Json]:
     """One message as a chat's: results of tools are messages of their own there."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
@@ -147,7 +147,7 @@ def _message(message: Json, where: str) -> list[Json]:
         return _system(content) or [{"role": "system", "content": ""}]
     if not blocks:
         raise field_error(f"{where}.content", "give at least one block")
-    return _user(blocks)
+    return _user(blocks, sees)
 
 
 def _assistant(blocks: list[tuple[Json, str]]) -> Json:
@@ -181,11 +181,14 @@ def _call(block: Json, where: str) -> Json:
     return {"id": _name(block, "id", where), "type": "function", "function": function}
 
 
-def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
+def _user(blocks: list[tuple[Json, str]], sees: bool) -> list[Json]:
     found, texts = list[Json](), list[Json]()
     for block, where in blocks:
         if block["type"] == "text":
             texts.append({"type": "text", "text": _text(block, where)})
+            continue
+        if block["type"] == "image" and sees:
+            texts.append(_image(block, where))
             continue
         if block["type"] != "tool_result":
             text = f"blocks of type {block['type'][:40]!r} are not supported; those of type 'text' are"
@@ -200,9 +203,23 @@ def _user(blocks: list[tuple[Json, str]]) -> list[Json]:
 
 
 def _of_user(texts: list[Json]) -> list[Json]:
-    if len(texts) == 1:
+    if len(texts) == 1 and texts[0]["type"] == "text":
         return [{"role": "user", "content": texts[0]["text"]}]
     return [{"role": "user", "content": texts}] if texts else []
+
+
+def _image(block: Json, where: str) -> Json:
+    """An image as a chat has it."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind not in ("base64", "url"):
+        raise field_error(f"{where}.source", "must be an object of type 'base64' or 'url'")
+    if kind == "url":
+        url = _string(source, "url", f"{where}.source")
+    else:
+        media_type, data = (_string(source, name, f"{where}.source") for name in ("media_type", "data"))
+        url = f"data:{media_type};base64,{data}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _result(block: Json, where: str) -> str:

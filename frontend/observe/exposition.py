@@ -176,7 +176,7 @@ def _of_processes(stats: MeshStats, model: str) -> Iterator[str]:
     ranks = [((("engine", str(rank.dp_rank)),), rank.counts) for rank in stats.ranks]
     others = [((("process", str(one.process)),), one.counts) for one in stats.counts]
     yield from _of_table(counts.SCHEDULER, [((*who, ("model_name", model)), told) for who, told in ranks])
-    for table in (counts.DETOKENIZER, counts.STORE):
+    for table in (counts.DETOKENIZER, counts.STORE, counts.MEDIA):
         yield from _of_table(table, [((("model_name", model), *who), told) for who, told in others])
 
 

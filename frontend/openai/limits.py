@@ -47,11 +47,11 @@ def check_raw(fields: Mapping[str, Raw], resolved: Resolved, *, vectors: bool = 
 
 def check_raw_texts(fields: Mapping[str, Raw], resolved: Resolved, *, vectors: bool = False) -> None:
     """Texts that are too long however they are written: JSON has no more than six bytes for one of a text. `vectors`: messages may have
-    some, in base64."""
+    some, or images, in base64."""
     most = max(MIN_PROMPT_BYTES, BYTES_PER_TOKEN * resolved.max_model_len)
     for name in ("prompt", "suffix", "messages", "tools", "system", "input", "instructions"):
         value = memoryview(fields.get(name, b""))
-        room = 6 * most + (2 * MAX_EMBEDS_BYTES if vectors and name == "messages" else 0)
+        room = 6 * most + (2 * MAX_EMBEDS_BYTES if vectors and name in ("messages", "input") else 0)
         if len(value) > room and (name != "prompt" or value[0] == ord('"')):
             _refuse(name, f"{len(value)} bytes", most)
 

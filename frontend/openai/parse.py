@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.media import parts
 from meshlm.frontend.openai import embeds, limits, reasoning, sampling_params, structured, tool_choice
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
 from meshlm.frontend.openai.schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest, StreamOptions
 from meshlm.frontend.openai.tool_choice import ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
@@ -82,8 +84,10 @@ def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfi
     return found
 
 
-def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig) -> ParsedRequest:
-    """POST /v1/chat/completions."""
+def chat(
+    request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig, *, media: bool = False
+) -> ParsedRequest:
+    """POST /v1/chat/completions. media: the messages may have images, where the model sees them."""
     if not request.messages:
         raise field_error("messages", "give at least one message")
     if request.top_logprobs and not request.logprobs:
@@ -110,8 +114,9 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
     most = _at_most(resolved.max_output_tokens, asked or (int(default) if default else None))
     tags = reasoning.tags(server.reasoning_parser) if begins_with_reasoning else ()
     text = TextParams(keep_special_tokens=(*tags, *registry.tags_of_calls(parser)))
-    prompt = _conversation(request, choice, template_kwargs, resolved, server)
+    prompt, sources = _conversation(request, choice, template_kwargs, resolved, server, media)
     mesh = MeshRequest([prompt], text=text, max_tokens=most, cap_max_tokens=asked is None, num_choices=num_choices)
+    mesh = mesh._replace(media=sources)
     answer = AnswerOptions(
         num_returned=num_choices,
         is_chat=True,
@@ -145,10 +150,21 @@ def chat(request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, ser
 
 
 def _conversation(
-    request: ChatRequest, choice: ToolChoice, template_kwargs: dict[str, Any], resolved: Resolved, server: ServerConfig
-) -> Prompt:
-    """The prompt of a chat, with the vectors that its messages have."""
+    request: ChatRequest,
+    choice: ToolChoice,
+    template_kwargs: dict[str, Any],
+    resolved: Resolved,
+    server: ServerConfig,
+    media: bool,
+) -> tuple[Prompt, list[MediaSource]]:
+    """The prompt of a chat, with the vectors that its messages have; and their images."""
     messages, vectors = embeds.of_chat(request, resolved, server)
+    sources = list[MediaSource]()
+    if media and resolved.spec.media is not None:
+        messages, sources = parts.of_messages(messages, request.mm_processor_kwargs)
+        _check_with_images(request, bool(sources), bool(vectors))
+    elif request.mm_processor_kwargs:
+        raise field_error("mm_processor_kwargs", "this model has no vision")
     conversation = of_chat(
         messages,
         tool_choice.shown(choice, request, server),
@@ -158,8 +174,22 @@ def _conversation(
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=bool(request.add_special_tokens),
+        media=bool(sources),
     )
-    return MediaPrompt(conversation, vectors) if vectors else conversation
+    return MediaPrompt(conversation, vectors) if vectors else conversation, sources
+
+
+def _check_with_images(request: ChatRequest, has_images: bool, has_vectors: bool) -> None:
+    """Refuses what does not go together with images."""
+    fields = {
+        "use_beam_search": request.use_beam_search,
+        "return_assistant_tokens_mask": request.return_assistant_tokens_mask,
+        "return_token_offsets": request.return_token_offsets,
+        embeds.NAME: has_vectors,
+    }
+    for name, given in fields.items():
+        if given and has_images:
+            raise field_error(name, "does not go with images")
 
 
 def _template_kwargs(request: ChatRequest) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from meshlm.frontend.openai.tool_choice import NO_CALLS, ToolChoice
+from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.edges.text import Prompt, TextParams
 from meshlm.protocol.extras import Extra
 from meshlm.protocol.sampling import SamplingParams
@@ -28,6 +29,8 @@ class MeshRequest(NamedTuple):
     extras: tuple[Extra, ...] = ()
     beams: bool = False  # the choices are those of one beam search
     length_penalty: float = 1.0
+    # of the one prompt; emptied when they are read, as whole files are in it
+    media: list[MediaSource] = []  # noqa: RUF012 - of a NamedTuple, whose default nobody changes
 
 
 class AnswerOptions(NamedTuple):

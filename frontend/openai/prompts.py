@@ -98,15 +98,16 @@ def of_chat(
     add_generation_prompt: bool | UnsetType,
     continue_final_message: bool,
     add_special_tokens: bool = False,
+    media: bool = False,
 ) -> ChatPrompt:
-    """Messages and what else the template is given."""
+    """Messages and what else the template is given. media: parts may be images."""
     if chat_template and not server.trust_request_chat_template:
         text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
         raise field_error("chat_template", text)
     if continue_final_message and add_generation_prompt is True:
         text = "continue_final_message and add_generation_prompt exclude each other"
         raise field_error("add_generation_prompt", text)
-    check_shapes(messages, tools)
+    check_shapes(messages, tools, media=media)
     return ChatPrompt(
         messages_json=_json("messages", messages),
         tools_json=_json("tools", [_deferred(tool) for tool in tools]) if tools else b"",
@@ -125,9 +126,9 @@ def _deferred(tool: dict[str, Any]) -> dict[str, Any]:
     return {**tool, "function": {"defer_loading": tool["defer_loading"], **tool["function"]}}
 
 
-def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> None:
+def check_shapes(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, *, media: bool = False) -> None:
     try:
-        check_messages(messages)
+        check_messages(messages, media=media)
         check_tools(tools or [])
     except RequestError as error:
         raise HttpError.of_kind(error.kind, error.message, error.param) from None

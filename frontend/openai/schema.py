@@ -161,6 +161,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
+    mm_processor_kwargs: dict[str, Any] | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None

@@ -29,7 +29,12 @@ def cost_of(parsed_request: ParsedRequest) -> int:
     num_ids = len(ids.stop_token_ids) + len(ids.allowed_token_ids) + bad_words.num_ids(mesh.text.bad_words)
     listed = ID_BYTES * num_ids + BIAS_BYTES * len(ids.logit_bias) + EXTRA_COPIES * num_bytes(mesh.extras)
     num_sequences = len(mesh.prompts) * mesh.num_choices
-    return sum(map(num_bytes_of, mesh.prompts)) * (1 + mesh.num_choices) + num_sequences * (SEQUENCE_BYTES + listed)
+    files = sum(len(source.data) for source in mesh.media)
+    return (
+        files
+        + sum(map(num_bytes_of, mesh.prompts)) * (1 + mesh.num_choices)
+        + num_sequences * (SEQUENCE_BYTES + listed)
+    )
 
 
 class Budget:

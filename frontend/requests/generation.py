@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 
@@ -19,6 +20,7 @@ from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
+from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
@@ -39,9 +41,10 @@ from meshlm.frontend.requests.admission import Admission, PoisonBodies, Readines
 from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.edges.text import Submit
+from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, Submit
 from meshlm.protocol.extras import generates
 from meshlm.protocol.kv_transfer import transfer_of_id
+from meshlm.protocol.media import Media
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
 from meshlm.runtime.client.draft_metrics import drafts_told
@@ -70,6 +73,7 @@ class Backend(Protocol):
     observer: Observer
     operations: MeshOperations
     adapters: Adapters
+    media: MediaClient
 
 
 class ReadRequest(NamedTuple):
@@ -132,8 +136,22 @@ class Generation:
             parsed_request = parsed_request.with_answer(is_recorded=False)
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, parsed_request)
+        if parsed_request.mesh.media:
+            parsed_request = await self._with_items(request, parsed_request)
         with backend.requests.budget.open(parsed_request):
             return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
+
+    async def _with_items(self, request: Request, parsed_request: ParsedRequest) -> ParsedRequest:
+        """The request with the items that the media process made of its images, whose files are freed."""
+        sources, (prompt,) = parsed_request.mesh.media, parsed_request.mesh.prompts
+        assert isinstance(prompt, ChatPrompt)
+        owner = submits.salt_of(parsed_request.api_key, parsed_request.mesh.cache_salt)
+        # An API key's names of images are its own.
+        sources[:] = [replace(one, uuid=f"{owner} {one.uuid}") if one.uuid else one for one in sources]
+        with self._backend.requests.budget.open(parsed_request):
+            items = await unless_disconnected(request, self._backend.media.read(sources))
+            sources.clear()
+        return parsed_request.with_mesh(prompts=[MediaPrompt(prompt, (Media(items),))])
 
     def permitted(self, parsed_request: ParsedRequest, api_key: str, model: str) -> ParsedRequest:
         """What the server lets this key ask of the model of this name. HttpError."""

@@ -99,10 +99,12 @@ class RequestReader:
 
     def chat(self, request: Request, raw: bytes) -> ReadRequest:
         resolved, server = self._backend.resolved, self._backend.config.server
-        check = partial(limits.check_raw, resolved=resolved, vectors=server.enable_prompt_embeds)
+        check = partial(
+            limits.check_raw, resolved=resolved, vectors=server.enable_prompt_embeds or resolved.spec.media is not None
+        )
         body, unknown = bodies.decode(raw, ChatRequest, check, self.longest)
         model = self.check_model(body.model)
-        parsed_request = parse.chat(body, unknown, resolved, server)
+        parsed_request = parse.chat(body, unknown, resolved, server, media=True)
         return ReadRequest(parsed_request, model, self.idempotency_key(request, raw))
 
     @overload

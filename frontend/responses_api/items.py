@@ -98,7 +98,9 @@ def _message(item: Json, where: str, found: list[Json]) -> None:
     content = item.get("content")
     if isinstance(content, list):
         content = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
-        if role == "assistant" or len(content) == 1:
+        if role == "assistant" or (len(content) == 1 and content[0]["type"] == "text"):
+            if any(part["type"] != "text" for part in content):
+                raise field_error(f"{where}.content", "a message of role 'assistant' has no images")
             content = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
         raise field_error(f"{where}.content", "must be text or a list of parts")
@@ -113,6 +115,8 @@ def _part(part: Any, where: str) -> Json:
         raise field_error(where, "a part is an object with a type")
     if part["type"] == "refusal":
         return {"type": "text", "text": _string(part, "refusal", where)}
+    if part["type"] == "input_image":
+        return part
     if part["type"] not in TEXTS:
         text = f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are"
         raise field_error(where, text)

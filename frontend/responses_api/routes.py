@@ -112,7 +112,8 @@ class ResponseRoutes:
         return await self._generation.answer(request, read, "resp_", form)
 
     def _read(self, request: Request, raw: bytes) -> tuple[Body, IdempotencyKey | None]:
-        check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
+        resolved = self._backend.resolved
+        check = partial(limits.check_raw_texts, resolved=resolved, vectors=resolved.spec.media is not None)
         fields, unknown = bodies.decode(raw, ResponsesRequest, check, self._reader.longest)
         translate.check(fields)
         refuse_last_id(request.headers.get(LAST_ID, ""))

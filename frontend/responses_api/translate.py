@@ -129,7 +129,7 @@ def asked(
         chat, server = chat_request(request, before), backend.config.server
         if change is not None:
             chat, server = change(chat, server)
-        found = parse.chat(chat, (*unknown, *tools.left_out(request)), backend.resolved, server)
+        found = parse.chat(chat, (*unknown, *tools.left_out(request)), backend.resolved, server, media=True)
     name = (request.request_id or "").removeprefix("resp_")
     return found.with_answer(client_names=NAMES)._replace(request_id=name)
 

@@ -12,6 +12,7 @@ from meshlm.protocol.config.engine import CacheConfig, SchedulerConfig, WorkerCo
 from meshlm.protocol.config.experts import ExpertConfig
 from meshlm.protocol.config.kv_events import KVEventsConfig
 from meshlm.protocol.config.kv_transfer import KVTransferConfig
+from meshlm.protocol.config.media import MediaConfig
 from meshlm.protocol.config.model import ModelConfig
 from meshlm.protocol.config.observability import ObservabilityConfig
 from meshlm.protocol.config.parallel import NetworkConfig, Node, ParallelConfig
@@ -29,6 +30,7 @@ __all__ = [
     "ExpertConfig",
     "KVEventsConfig",
     "KVTransferConfig",
+    "MediaConfig",
     "MeshConfig",
     "ModelConfig",
     "NetworkConfig",
@@ -58,6 +60,7 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
     experts: ExpertConfig = ExpertConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     adapters: AdapterConfig = AdapterConfig()
+    media: MediaConfig = MediaConfig()
     server: ServerConfig = ServerConfig()
     network: NetworkConfig = NetworkConfig()
     run: RunConfig = RunConfig()
@@ -69,6 +72,12 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
         """What is resolved: of a configuration for which that was done, as it was for every child's."""
         assert self.resolved is not None
         return self.resolved
+
+    @property
+    def has_media(self) -> bool:
+        """Whether requests may have images: the model sees them, and the flags leave it some."""
+        spec = self.resolved.spec.media if self.resolved is not None else None
+        return spec is not None and any(self.media.limit_of(kind) for kind in spec.kinds)
 
     @property
     def steps_over_nodes(self) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.counts import Counted
-from meshlm.protocol.edges import admit, control, kv, step, text, token
+from meshlm.protocol.edges import admit, control, kv, media, step, text, token
 from meshlm.protocol.lockstep import JointOrder, JointReport
 from meshlm.protocol.operations import Operation, OperationDone
 from meshlm.protocol.wire.frames import HEADER_BYTES
@@ -46,13 +46,14 @@ MAX_REFUSED_BYTES, MAX_QUEUED_BYTES = 256 << 20, 512 << 20
 MAX_FRAME_BYTES = 64 << 20  # anything longer is refused by the socket (ZMQ_MAXMSGSIZE)
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - HEADER_BYTES  # and before that by the sender (Mesh.send)
 
-_F, _D, _C, _S, _W, _ST, _SUP = (
+_F, _D, _C, _S, _W, _ST, _M, _SUP = (
     Role.FRONTEND,
     Role.DETOKENIZER,
     Role.COORDINATOR,
     Role.SCHEDULER,
     Role.WORKER,
     Role.STORE,
+    Role.MEDIA,
     Role.SUPERVISOR,
 )
 _MEMBER = control.Join | control.Leave | control.Blocked
@@ -86,6 +87,12 @@ CHANNELS: tuple[Channel, ...] = (
     Channel(_S, _S, kv.SchedulerToScheduler, 1024, 65536, WhenFull.DROP_PEER),
     Channel(_S, _ST, kv.SchedulerToStore, 1024, 65536, WhenFull.DROP_PEER),
     Channel(_ST, _S, kv.StoreToScheduler, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_F, _M, media.FrontendToMedia, 256, 4096, WhenFull.REFUSE),
+    Channel(_M, _F, media.MediaToFrontend, 1024, 65536, WhenFull.DROP_PEER),
+    Channel(_D, _M, media.DetokenizerToMedia, 256, 4096, WhenFull.REFUSE),
+    Channel(_M, _D, media.MediaToDetokenizer, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_M, _C, _MEMBER | Counted, 64, 1024, WhenFull.DROP_PEER),
+    Channel(_C, _M, control.Members, 256, 1024, WhenFull.DROP_PEER),
     Channel(_ST, _C, _MEMBER | Counted, 64, 1024, WhenFull.DROP_PEER),
     Channel(_C, _ST, control.Members, 256, 1024, WhenFull.DROP_PEER),
     Channel(
@@ -96,7 +103,7 @@ CHANNELS: tuple[Channel, ...] = (
         4096,
         WhenFull.DROP_PEER,
     ),
-    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST)),
+    *(Channel(role, _SUP, control.ChildToSupervisor, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST, _M)),
     Channel(_C, _SUP, control.ChildToSupervisor | OperationDone, 256, 4096, WhenFull.DROP_PEER),
     Channel(_SUP, _SUP, control.SupervisorToSupervisor, 256, 4096, WhenFull.DROP_PEER),
     Channel(
@@ -107,7 +114,7 @@ CHANNELS: tuple[Channel, ...] = (
         4096,
         WhenFull.DROP_PEER,
     ),
-    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST)),
+    *(Channel(_SUP, role, control.SupervisorToChild, 256, 4096, WhenFull.DROP_PEER) for role in (_D, _S, _W, _ST, _M)),
     Channel(_SUP, _C, control.SupervisorToChild | Operation | control.Blocked, 256, 4096, WhenFull.DROP_PEER),
 )
 

@@ -20,6 +20,7 @@ class Role(Enum):
     SCHEDULER = "scheduler"
     WORKER = "worker"
     STORE = "store"
+    MEDIA = "media"
 
     # there is one object of each; Enum's own hash is a call in Python, on the way of every frame
     __hash__ = object.__hash__

@@ -16,15 +16,17 @@ INSTEAD = ("tool_calls", "refusal", "reasoning", "reasoning_content")
 NOT_READ = {"function_call": "send tool_calls, its newer name", "audio": "only text is supported"}
 FIELDS_OF_THEIR_OWN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 # The type of a part -> where its text is. A reference names a tool whose description the template shows there, if it knows of such.
+IMAGE = {"type": "image"}
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "tool_reference": "name"}
 
 
-def check_messages(messages: list[dict[str, Any]]) -> None:
+def check_messages(messages: list[dict[str, Any]], *, media: bool = False) -> None:
+    """media: parts may be images, of which a template is told that they are there."""
     for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
+        _check_message(message, f"messages[{index}]", media)
 
 
-def _check_message(message: dict[str, Any], where: str) -> None:
+def _check_message(message: dict[str, Any], where: str, media: bool) -> None:
     role, content = message.get("role"), message.get("content")
     if not (isinstance(role, str) and role):
         raise _wrong(f"{where}.role: must be a string such as 'user'")
@@ -33,7 +35,7 @@ def _check_message(message: dict[str, Any], where: str) -> None:
             raise _wrong(f"{where}.content: a message of role {role!r} needs a content")
         if role == "assistant" and "content" not in message and not any(message.get(name) for name in INSTEAD):
             raise _wrong(f"{where}: a message of role 'assistant' needs a content or tool_calls")
-    _check_content(content, f"{where}.content")
+    _check_content(content, f"{where}.content", media)
     for name in ("name", "tool_call_id", "reasoning", "reasoning_content", "refusal"):
         if not isinstance(message.get(name), str | None):
             raise _wrong(f"{where}.{name}: must be a string")
@@ -45,7 +47,7 @@ def _check_message(message: dict[str, Any], where: str) -> None:
     _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
 
 
-def _check_content(content: Any, where: str) -> None:
+def _check_content(content: Any, where: str, media: bool) -> None:
     if content is None or isinstance(content, str):
         return
     if not isinstance(content, list):
@@ -55,6 +57,8 @@ def _check_content(content: Any, where: str) -> None:
             continue
         if not (isinstance(item, dict) and isinstance(item.get("type"), str)):
             raise _wrong(f"{where}[{index}]: a part is an object with a type")
+        if media and item == IMAGE:
+            continue
         if (kind := item["type"]) not in PARTS:
             raise _wrong(f"{where}[{index}]: parts of type {kind[:40]!r} are not supported; those of type 'text' are")
         if not isinstance(item.get(PARTS[kind]), str):

@@ -30,6 +30,7 @@ class Newcomers:
             Role.SCHEDULER: parallel.data_parallel_size,
             Role.WORKER: parallel.data_parallel_size * parallel.workers_per_rank,
             Role.STORE: int(config.kv_transfer.has_store),
+            Role.MEDIA: int(config.has_media),
         }
         self.named: frozenset[Identity] = frozenset()  # by the coordinator
         self.here: set[Identity] = set()  # those that came unasked and are not expected

@@ -112,7 +112,7 @@ def _of_profiler(path: Path, timelines: list[TimelinePart]) -> list[dict[str, An
     return found
 
 
-ORDER = (Role.FRONTEND, Role.DETOKENIZER, Role.COORDINATOR, Role.SCHEDULER, Role.WORKER, Role.STORE)
+ORDER = (*(Role.FRONTEND, Role.MEDIA, Role.DETOKENIZER, Role.COORDINATOR, Role.SCHEDULER, Role.WORKER, Role.STORE),)
 CATEGORY = "meshlm"
 
 

@@ -22,7 +22,7 @@ from meshlm.supervisor.group.core import Group, Process, State, exit_text
 SPARE_INDEX = 1000
 SETTLE_S = 0.5  # between two replacements: links are opened and requests move
 
-ORDER = (Role.COORDINATOR, Role.STORE, Role.DETOKENIZER, Role.SCHEDULER, Role.WORKER, Role.FRONTEND)
+ORDER = (Role.COORDINATOR, Role.STORE, Role.MEDIA, Role.DETOKENIZER, Role.SCHEDULER, Role.WORKER, Role.FRONTEND)
 
 
 class Restart(Struct, frozen=True, tag="restart"):

@@ -38,6 +38,7 @@ FOLDER = {
     Role.SCHEDULER: "scheduler_proc",
     Role.WORKER: "workers",
     Role.STORE: "store",
+    Role.MEDIA: "mediaproc",
 }
 Variables = Mapping[str, str]
 Loop = asyncio.AbstractEventLoop

@@ -20,6 +20,7 @@ from meshlm.runtime.model_files import received
 from meshlm.runtime.process.black_box import BEFORE, SUFFIX
 from meshlm.runtime.process.streams import complain
 from meshlm.supervisor.errors import StartError, raised_as
+from meshlm.supervisor.processes import shared_folders
 
 STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
@@ -58,6 +59,8 @@ def taken(wanted: Path) -> Iterator[Path]:
             received.remove(path)
         except OSError as error:
             raise StartError(f"--run-dir {wanted}: {error.filename}: {error.strerror}") from None
+        shared_folders.remove_dead()
+        shared_folders.remove(path)
         failed = True
         yield path
         failed = False
@@ -65,6 +68,7 @@ def taken(wanted: Path) -> Iterator[Path]:
         failed = isinstance(stop, SystemExit) and bool(stop.code)  # who stops a start knows why
         raise
     finally:
+        shared_folders.remove(path)
         with contextlib.suppress(OSError):  # the next start says what is wrong there
             received.remove(path)
             _empty(directory, keep_stacks=True, keep_events=failed)

@@ -1,3 +1,4 @@
+<<<<<<< HEAD
 """Whether the images of a model that sees can be served as it is started; where not, the model is served as its text model."""
 
 from importlib.util import find_spec
@@ -27,3 +28,65 @@ def _why_blind(config: MeshConfig, files: ModelFiles) -> str:
     if find_spec("transformers") is None:
         return "the transformers package, whose encoders compute them, is not installed"
     return ""
+=======
+"""The settings of images in prompts, and what they cannot be. Called by resolve.py."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from meshlm.protocol.config import MeshConfig
+from meshlm.supervisor.settings.flag_rules import Facts
+from meshlm.supervisor.settings.rules import Rules
+
+KINDS = ("image", "video", "audio")
+
+
+def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
+    """pools: the server is to give vectors."""
+    m = c.media
+    try:
+        limits, why = m.limits, ""
+    except (ValueError, KeyError, TypeError) as error:
+        limits, why = {}, f'must be JSON as {{"image": 4}}, or image=4: {error}'
+    yield why, "--limit-mm-per-prompt", why
+    for kind, number in limits.items():
+        yield kind not in KINDS, f"--limit-mm-per-prompt: {kind}", f"unknown; {', '.join(KINDS)} are known"
+        yield number < 0, f"--limit-mm-per-prompt: {kind} {number}", "a number from 0 on"
+    kwargs, why = _object(m.mm_processor_kwargs)
+    yield why, "--mm-processor-kwargs", why
+    media_io, why = _object(m.media_io_kwargs)
+    yield why, "--media-io-kwargs", why
+    for kind, options in media_io.items():
+        yield kind != "image", f"--media-io-kwargs: {kind}", "only image is known"
+        for name in options if isinstance(options, dict) else ():
+            yield (
+                name != "rgba_background_color",
+                f"--media-io-kwargs: image.{name}",
+                "only rgba_background_color is known",
+            )
+    yield not _is_color(media_io), "--media-io-kwargs", "rgba_background_color must be three numbers from 0 to 255"
+    path = m.allowed_local_media_path
+    yield path and not Path(path).is_dir(), f"--allowed-local-media-path {path}", "there is no such folder"
+    sees = f.spec.media is not None and any(m.limit_of(kind) for kind in f.spec.media.kinds)
+    yield (
+        sees and c.parallel.nnodes > 1,
+        "--nnodes",
+        "images lie in one host's memory; use one host, or --language-model-only",
+    )
+    yield kwargs and not sees, "--mm-processor-kwargs", "this model takes no images; leave it out"
+
+
+def _object(given: str) -> tuple[dict[str, Any], str]:
+    """A JSON object, or why it is none."""
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any]), ""
+    except msgspec.DecodeError as error:
+        return {}, f"must be a JSON object: {error}"
+
+
+def _is_color(media_io: dict[str, Any]) -> bool:
+    given = (media_io.get("image") or {}).get("rgba_background_color", [0, 0, 0])
+    return isinstance(given, list) and len(given) == 3 and all(type(one) is int and 0 <= one <= 255 for one in given)
+>>>>>>> 6ebabf89 (The media process: images of requests are decoded in a sandbox, made ready by the model's own processor and kept in shared memory by digest)

@@ -105,6 +105,7 @@ def identities(config: MeshConfig) -> list[Identity]:
     numbers = {
         Role.WORKER: workers,
         Role.STORE: range(0 if renders else rest * config.kv_transfer.has_store),
+        Role.MEDIA: range(0 if renders else rest * config.has_media),
         Role.COORDINATOR: range(rest),
         Role.SCHEDULER: ranks,
         Role.DETOKENIZER: range(rest * config.server.detokenizers),

@@ -71,7 +71,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     config = replace(config, server=_with_parsers(config.server, family, pools=pools))
     facts = flag_rules.Facts(files.spec, platform)
     check(flag_rules.speech(config, facts, pools=pools))
-    for table in (speculative, kv_transfer, kv_events, adapters, weight_transfer):
+    for table in (speculative, kv_transfer, kv_events, adapters, weight_transfer, media):
         check(table.rules(config, facts, pools=pools))
     _check_flags(config, files, platform, family)
     with raised_as(UsageError, plugins.PluginError):

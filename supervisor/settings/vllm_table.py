@@ -94,7 +94,7 @@ ABSENT_VALUES = {
     "model_impl": {"terratorch": "transformers is the only other library"},
 }
 
-_NO_IMAGES = "there are no images"
+_OWN_MEDIA = "images lie in shared memory once, for all processes (docs/media.md)"
 _NO_EXPERTS = "adapters of experts are refused one by one"
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
@@ -117,12 +117,11 @@ NEEDLESS = {
     "--show-hidden-metrics-for-version": (1, "no metric is hidden"),
     "--num-lookahead-slots": (1, "blocks are taken as they are needed"),
     "--disable-nccl-for-dp-synchronization": (0, "ranks of dense models never wait for each other"),
-    **dict.fromkeys(("--disable-chunked-mm-input", "--disable-mm-preprocessor-cache"), (0, _NO_IMAGES)),
-    "--skip-mm-profiling": (0, _NO_IMAGES),
-    **dict.fromkeys(("--mm-processor-cache-gb", "--mm-shm-cache-max-object-size-mb"), (1, _NO_IMAGES)),
-    **dict.fromkeys(("--mm-tensor-ipc", "--mm-ipc-gpu-memory-gb"), (1, _NO_IMAGES)),
-    "--language-model-only": (0, "language is all that models here speak"),
-    "--allowed-local-media-path": (1, "requests cannot name files"),
+    "--disable-mm-preprocessor-cache": (0, _OWN_MEDIA),
+    "--disable-chunked-mm-input": (0, "images whose tokens attend to one another are computed in one step anyway"),
+    "--skip-mm-profiling": (0, "the encoder has a buffer of its own"),
+    "--mm-shm-cache-max-object-size-mb": (1, _OWN_MEDIA),
+    **dict.fromkeys(("--mm-tensor-ipc", "--mm-ipc-gpu-memory-gb"), (1, _OWN_MEDIA)),
     "--pt-load-map-location": (1, "weights are read on the CPU and copied"),
     "--enable-flashinfer-autotune": (0, "--tune measures what no table of our kernels has"),
     "--enable-log-deltas": (0, "answers are never logged"),
@@ -134,7 +133,7 @@ NEEDLESS = {
     "--enable-cumem-allocator": (0, "--enable-sleep-mode needs no allocator of its own"),
     "--no-disable-log-stats": (0, "no statistics are logged; GET /metrics and LLM.get_metrics have them"),
     "--specialize-active-lora": (0, "a step computes with the adapters that its rows have"),
-    "--enable-tower-connector-lora": (0, _NO_IMAGES),
+    "--enable-tower-connector-lora": (0, "adapters change no encoder"),
     **dict.fromkeys(("--enable-moe-shared-loras", "--enable-mixed-moe-lora-format"), (0, _NO_EXPERTS)),
     "--allow-deprecated-quantization": (0, "no method of quantisation needs to be allowed"),
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
@@ -180,9 +179,9 @@ ABSENT = {
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
     "--scheduler-cls": _CLASSES,
-    **dict.fromkeys(("--enable-mm-embeds", "--enable-mm-processor-stats", "--media-io-kwargs"), _MEDIA),
-    **dict.fromkeys(("--mm-processor-kwargs", "--interleave-mm-strings", "--video-pruning-rate"), _MEDIA),
-    **dict.fromkeys(("--allowed-media-domains", "--mm-encoder-only", "--mm-encoder-attn-backend"), _MEDIA),
+    **dict.fromkeys(("--enable-mm-embeds", "--enable-mm-processor-stats"), _MEDIA),
+    **dict.fromkeys(("--interleave-mm-strings", "--video-pruning-rate"), _MEDIA),
+    **dict.fromkeys(("--mm-encoder-only", "--mm-encoder-attn-backend"), _MEDIA),
     **dict.fromkeys(("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"), _MEDIA),
     **dict.fromkeys(("--mm-encoder-fp8-scale-save-path", "--mm-encoder-fp8-scale-save-margin"), _MEDIA),
     "--middleware": "put a proxy before it",
@@ -242,8 +241,7 @@ ONLY = {
     "--safetensors-load-strategy": (("auto", "lazy"), "weights are mapped from disk"),
     "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),
-    "--limit-mm-per-prompt": (("image=0", "video=0", "audio=0", "audio=1"), _MEDIA),
-    "--mm-processor-cache-type": (("lru", "shm"), "there are no images"),
+    "--mm-processor-cache-type": (("lru", "shm"), _OWN_MEDIA),
     "--distributed-executor-backend": (("mp", "uni"), "the supervisor starts one worker per GPU; other hosts --join"),
     "--data-parallel-backend": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),
     "-dpb": (("mp",), "the supervisor starts one scheduler per rank; other hosts --join"),

@@ -110,9 +110,9 @@ def fuzz(target: Identity, chance: random.Random) -> Iterator[bytes]:
 
 
 def test_who_listens(mesh: Mesh) -> None:
-    """No frontend, and no store, which a mesh of several nodes has none of; everything on the private interface alone."""
+    """No frontend, store or media process, which a mesh of several nodes has none of; everything on the private interface alone."""
     ports = mesh.sockets()
-    assert {identity.role for identity in ports} == set(Role) - {Role.FRONTEND, Role.STORE}
+    assert {identity.role for identity in ports} == set(Role) - {Role.FRONTEND, Role.STORE, Role.MEDIA}
     for row in mesh.head.status()["processes"]:
         for connection in psutil.Process(row["pid"]).net_connections(kind="tcp"):
             assert connection.laddr.ip == "127.0.0.1"

@@ -14,6 +14,7 @@ from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
+from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks
 from meshlm.frontend.requests.adapters import Adapters
@@ -55,6 +56,7 @@ class Scripted:
     observer: Any
     operations: Any
     adapters: Adapters
+    media: MediaClient
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
         self.num_open = 0
@@ -62,6 +64,7 @@ class Scripted:
         plays_all_parts(self)
         self.feed = Feed(self, Facts("frontend/0", self.version, resolved.served_names[0]), limit=2)
         self.config = MeshConfig(server=server or ServerConfig(responses_store="off"), resolved=resolved)
+        self.media = MediaClient()
         self.rates = RateLimits("")
         self.poison = PoisonBodies()
         self.io_processor: IOProcessor | None = None

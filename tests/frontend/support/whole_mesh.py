@@ -57,7 +57,7 @@ def stats(num_ranks: int) -> MeshStats:
         )
         for rank in range(num_ranks)
     )
-    tables = {Role.DETOKENIZER: counts.DETOKENIZER, Role.STORE: counts.STORE}
+    tables = {Role.DETOKENIZER: counts.DETOKENIZER, Role.STORE: counts.STORE, Role.MEDIA: counts.MEDIA}
     others = tuple(CountsOf(Identity(role, 0), filled(dict(table))) for role, table in tables.items())
     return MeshStats(True, ranks=ranks, num_held=1, counts=others)
 

@@ -17,6 +17,7 @@ from meshlm.protocol import (
     timeline,
 )
 from meshlm.protocol.edges import admit, control, kv, step, text, token
+from meshlm.protocol.edges import media as edge_media
 from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role, Row
@@ -56,8 +57,14 @@ MEDIA = media.Media(
             "/dev/shm/meshlm/x",
             (media.MediaTensor("pixel_values", "float32", (3, 28, 14), 64),),
             True,
+            5,
+            "\n",
+            "\n\n",
         ),
     )
+)
+MEDIA_SOURCE = edge_media.MediaSource(
+    "image", "messages[0].content[1]", "messages", b"\x89PNG", "https://a.example/b.png", "cat-1", b'{"a":1}'
 )
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,

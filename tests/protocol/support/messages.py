@@ -23,6 +23,7 @@ from message_parts import (
     LOST,
     MEDIA,
     MEDIA_PROMPT,
+    MEDIA_SOURCE,
     MEMBER,
     NEW_ROW,
     NEWS,
@@ -49,11 +50,12 @@ from msgspec import Struct
 from meshlm.protocol import adapters, grammar, kv, lockstep, operations, pool, timeline
 from meshlm.protocol.edges import admit, control, step, text, token
 from meshlm.protocol.edges import kv as pages
+from meshlm.protocol.edges import media as edge_media
 from meshlm.protocol.wire import frames, session
 from meshlm.protocol.wire.columns import pack_f32, pack_i32
 from meshlm.protocol.wire.ids import Epoch, ErrorKind, FinishReason, Handle, RequestId, Role, StepId
 
-EDGES = (admit, control, pages, step, text, token)  # besides: operations
+EDGES = (admit, control, edge_media, pages, step, text, token)  # besides: operations
 
 # Every field differs from its default: with omit_defaults a field at its default is not on the wire at all.
 FULL: tuple[Struct, ...] = (
@@ -98,6 +100,12 @@ FULL: tuple[Struct, ...] = (
     MEDIA.items[0],
     MEDIA.items[0].tensors[0],
     MEDIA_PROMPT,
+    MEDIA_SOURCE,
+    edge_media.ReadMedia(Handle(8), (MEDIA_SOURCE,)),
+    edge_media.CancelMedia(Handle(8)),
+    edge_media.MediaRead(Handle(8), MEDIA.items, ErrorKind.OVERLOADED, "too many", "messages"),
+    edge_media.RenewMedia((b"d" * 32,)),
+    edge_media.MediaGone((b"e" * 32,)),
     text.JoinedPrompt((text.TextPrompt("Grüße", False), text.TokenPrompt(pack_i32([1, 2])))),
     text.Tokenize(Handle(6), text.TextPrompt("a", False), True, True, True),
     text.Detokenize(Handle(7), pack_i32([1]), text.TextParams(("x",)), True),

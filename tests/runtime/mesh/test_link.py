@@ -39,7 +39,7 @@ PLAYED = {  # whom we play towards each process
     Role.WORKER: Role.COORDINATOR,  # other ranks' schedulers are not heard
     Role.STORE: Role.SCHEDULER,
 }
-CHILDREN = [role for role in Role if role is not Role.SUPERVISOR]
+CHILDREN = [role for role in PLAYED if role is not Role.SUPERVISOR]  # a media process needs a model that sees
 
 
 class Peer:

@@ -63,12 +63,13 @@ def test_what_has_one_meaning_is_taken_with_it_alone(flag: str, capsys: pytest.C
     assert capsys.readouterr().err.startswith(f"meshlm serve: error: {flag} other: {why}")
 
 
-def test_no_images_are_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    asks = '{"image": 0, "video": 0}'
-    assert config_of("m", "--limit-mm-per-prompt", asks) == config_of("m")
-    with pytest.raises(SystemExit, match="2"):
-        main.run(["serve", "--limit-mm-per-prompt", '{"image": 0, "video": 1}'])
-    assert "images are not there yet" in capsys.readouterr().err
+def test_images_are_asked_for_as_there() -> None:
+    asks = '{"image": 2, "video": {"count": 1, "num_frames": 8}}'
+    media = config_of("m", "--limit-mm-per-prompt", asks, "--allowed-media-domains", '["a.example"]').media
+    assert (media.limit_of("image"), media.limit_of("video"), media.limit_of("audio")) == (2, 1, 999)
+    assert media.allowed_media_domains == ("a.example",)
+    assert config_of("m", "--limit-mm-per-prompt", "image=3").media.limit_of("image") == 3
+    assert config_of("m", "--language-model-only").media.limit_of("image") == 0
 
 
 def test_to_ask_for_the_absence_of_what_is_absent_is_fine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +267,6 @@ COMMANDS = [
     ("m --ec-transfer-config {}", "what encoders compute stays in the worker"),
     ("m --quantization-config {}", "--quantization is the setting"),
     ("m --quantization-param-path file", "scales of an FP8 KV cache"),
-    ("m --allowed-media-domains upload.wikimedia.org", "images are not there yet"),
 ]
 
 

@@ -1,0 +1,63 @@
+"""Prompts with images: in the place of each placeholder come the tokens that stand for its image. Called by encode.py.
+
+The chat template writes one placeholder for each image, and the model's processor says what text stands around it. The n-th placeholder
+is the n-th item's, wherever the template moves it, as for the model's own processor.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
+
+Texts = Callable[[int], str]  # the text of a placeholder's token
+
+
+def with_texts(text: str, media: Media, text_of: Texts) -> str:
+    """The text with what stands around the placeholders: those of each kind in their order, all at once."""
+    for item in {(item.placeholder, item.before, item.after): item for item in media.items}.values():
+        if item.before or item.after:
+            placeholder = text_of(item.placeholder)
+            text = text.replace(placeholder, f"{item.before}{placeholder}{item.after}")
+    return text
+
+
+def expanded(ids: "array[int]", media: Media) -> tuple["array[int]", Media]:
+    """The ids with the items' tokens, and the items with their positions. RequestError where there are more or fewer placeholders."""
+    left: dict[int, list[MediaItem]] = {}
+    for item in media.items:
+        left.setdefault(item.placeholder, []).append(item)
+    for placeholder, items in left.items():
+        if (count := ids.count(placeholder)) != len(items):
+            raise RequestError(ErrorKind.INVALID, _mismatch(items, count), "messages")
+    found, placed, begin = array("i"), list[MediaItem](), 0
+    taken = {placeholder: iter(items) for placeholder, items in left.items()}
+    for place in _places(ids, left):
+        found += ids[begin:place]
+        item = next(taken[ids[place]])
+        placed.append(replace(item, position=len(found)))
+        found += array("i", item.replacement)
+        begin = place + 1
+    return found + ids[begin:], replace(media, items=tuple(placed))
+
+
+def _places(ids: "array[int]", wanted: dict[int, list[MediaItem]]) -> list[int]:
+    """Where placeholders stand: searched for one by one, as prompts are long and have few."""
+    found = []
+    for placeholder, items in wanted.items():
+        at = -1
+        for _ in items:
+            at = ids.index(placeholder, at + 1)
+            found.append(at)
+    return sorted(found)
+
+
+def _mismatch(items: Sequence[MediaItem], count: int) -> str:
+    kind = items[0].kind
+    text = f"messages: the prompt has {count} placeholders for {len(items)} {kind}s"
+    if count > len(items):
+        return f"{text}; a text must not have the placeholder in it"
+    return f"{text}: the chat template leaves some out"

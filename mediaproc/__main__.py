@@ -1,0 +1,3 @@
+from meshlm.mediaproc.main import main
+
+main()

@@ -1,0 +1,92 @@
+"""An image's file to tensors in a file, in a child of the media process that may die of it: the sandbox's target (runtime/sandbox).
+
+`make` runs once, in the fork server: it loads the model's processor, which takes seconds. Each child then makes one item.
+"""
+
+import resource
+import warnings
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from meshlm.mediaproc.addresses import Refused
+from meshlm.mediaproc.events import Refusal
+from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media_spec import MediaSpec
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.sandbox.fork_server import Handle, answering
+
+
+class Settings(Struct, frozen=True):
+    """The same for all items."""
+
+    folder: str  # of the model
+    spec: MediaSpec
+    kwargs: dict[str, Any]  # --mm-processor-kwargs
+    background: tuple[int, int, int]
+    max_pixels: int
+    max_file_bytes: int
+
+
+class Order(Struct, frozen=True):
+    """One image's file, where its tensors are to be written, and the request's mm_processor_kwargs."""
+
+    data: bytes
+    part: str
+    kwargs_json: bytes = b""
+
+
+class Outcome(Struct, frozen=True):
+    """The item, and the bytes of its file; or why there is none."""
+
+    item: MediaItem | None = None
+    num_bytes: int = 0
+    refusal: Refusal | None = None
+
+
+def make(argument: bytes) -> Handle:
+    warnings.simplefilter("ignore")  # of the libraries, about models' files
+    settings = msgspec.json.decode(argument, type=Settings)
+    try:
+        work = _Maker(settings)
+    except Exception as error:  # whoever asks is told; the mesh serves texts all the same
+        refusal = error.refusal if isinstance(error, Refused) else None
+        text = f"the model's processor cannot be loaded: {type(error).__name__}: {error}"[:500]
+        failed = msgspec.msgpack.encode(Outcome(refusal=refusal or Refusal(text, ErrorKind.INTERNAL)))
+        return answering(lambda _: failed)
+    return answering(work)
+
+
+class _Maker:
+    def __init__(self, settings: Settings) -> None:
+        from meshlm.mediaproc.processors import Processor  # with torch and transformers: here alone
+
+        self._settings = settings
+        self._processor = Processor(settings.folder, settings.spec, settings.kwargs)
+
+    def __call__(self, job: bytes) -> bytes:
+        try:
+            return msgspec.msgpack.encode(self._made(msgspec.msgpack.decode(job, type=Order)))
+        except Refused as error:
+            return msgspec.msgpack.encode(Outcome(refusal=error.refusal))
+
+    def _made(self, order: Order) -> Outcome:
+        from meshlm.mediaproc import images  # with Pillow
+
+        settings = self._settings
+        most = settings.max_file_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        kwargs = msgspec.json.decode(order.kwargs_json, type=dict[str, Any]) if order.kwargs_json else {}
+        image = images.decoded(order.data, settings.max_pixels, settings.background)
+        item, tensors = self._processor.made(image, kwargs)
+        try:
+            with open(order.part, "xb") as file:
+                for place, tensor in zip(item.tensors, tensors):
+                    file.seek(place.offset)
+                    file.write(tensor.data)
+                size = file.tell()
+        except OSError as error:
+            text = f"there is no room for it in shared memory: {error.strerror}"
+            raise Refused(Refusal(text, ErrorKind.OVERLOADED)) from None
+        return Outcome(item, size)

@@ -1,0 +1,158 @@
+"""The model's own processor of transformers, and what it makes of one image. Called in a child of the sandbox (making.py)."""
+
+import hashlib
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import transformers
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+from meshlm.mediaproc.addresses import refused
+from meshlm.protocol.media import MediaDType, MediaItem, MediaTensor
+from meshlm.protocol.media_spec import MediaSpec
+from meshlm.protocol.wire.columns import pack_i32
+from meshlm.protocol.wire.parts import joined
+from meshlm.runtime.model_files.json_files import read_json
+
+ALIGNMENT = 64
+OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of the processor's outputs
+VIDEO = "video_processor"
+NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+class MadeImage(NamedTuple):
+    """An item without its path, and its tensors in the order of the item's."""
+
+    item: MediaItem
+    tensors: list[NDArray[Any]]
+
+
+class Processor:
+    """The processor of the model in `folder`."""
+
+    def __init__(self, folder: str, spec: MediaSpec, kwargs: dict[str, Any]) -> None:
+        transformers.logging.set_verbosity_error()
+        self._spec, self._kwargs = spec, kwargs
+        self._processor = _loaded(folder)
+        self._tokenizer = self._processor.tokenizer
+        self._valid = frozenset(getattr(self._processor.image_processor, "valid_kwargs", dict).__annotations__)
+        self.check_kwargs(kwargs)
+
+    def check_kwargs(self, kwargs: dict[str, Any]) -> None:
+        """Refused for a name that the processor does not know: it would be without effect."""
+        for name in kwargs:
+            if self._valid and name not in self._valid:
+                raise refused(f"mm_processor_kwargs: {name[:60]} is nothing that this model's processor knows")
+
+    def made(self, image: Image.Image, kwargs: dict[str, Any]) -> MadeImage:
+        """Refused for an image that the processor does not take."""
+        self.check_kwargs(kwargs)
+        placeholder = str(self._processor.image_token)
+        options = {**self._kwargs, **kwargs, "add_special_tokens": False, "return_tensors": "pt"}
+        try:
+            made = self._processor(text=[placeholder], images=[image], **options)
+        except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # an image of extreme shape, say
+            raise refused(f"the model's processor refuses the image: {error}"[:300]) from None
+        ids = [int(token) for token in np.asarray(made["input_ids"]).reshape(-1)]
+        first, last = self._core(ids)
+        is_vector = bytes(token == self._spec.token_id("image") for token in ids[first:last])
+        tensors = {name: _array(value) for name, value in sorted(made.items()) if name not in OF_TEXT}
+        places, offset = list[MediaTensor](), 0
+        for name, array in tensors.items():
+            places.append(MediaTensor(name, cast(MediaDType, array.dtype.name), array.shape, offset))
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        item = MediaItem(
+            kind="image",
+            digest=_digest(tensors, ids),
+            replacement=pack_i32(ids[first:last]),
+            is_vector=is_vector,
+            grid=self._grid(tensors, is_vector.count(1)),
+            tensors=tuple(places),
+            is_uncut=self._spec.is_uncut,
+            placeholder=int(self._tokenizer.convert_tokens_to_ids(placeholder)),
+            before=self._text(ids[:first]),
+            after=self._text(ids[last:]),
+        )
+        return MadeImage(item, list(tensors.values()))
+
+    def _core(self, ids: list[int]) -> tuple[int, int]:
+        """The first and last of the tokens that no text around them can change, the latter exclusive: from the first added token on."""
+        added = self._tokenizer.added_tokens_decoder
+        places = [place for place, token in enumerate(ids) if token in added or token == self._spec.token_id("image")]
+        return places[0], places[-1] + 1
+
+    def _text(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids)) if ids else ""
+
+    def _grid(self, tensors: dict[str, NDArray[Any]], num_vectors: int) -> tuple[int, int, int]:
+        """Frames, rows and columns of the vectors."""
+        if (found := tensors.get("image_grid_thw")) is None:
+            return 1, 1, num_vectors
+        frames, rows, columns = (int(number) for number in found.reshape(-1))
+        merged = int(getattr(self._processor.image_processor, "merge_size", 1))
+        return frames, rows // merged, columns // merged
+
+
+def _array(value: Any) -> NDArray[Any]:
+    """A tensor as the numbers of MediaDType."""
+    array = np.asarray(value)
+    if array.dtype.kind == "f":
+        array = array.astype(np.float32)
+    elif array.dtype.name not in ("uint8", "int32", "int64", "bool"):
+        array = array.astype(np.int64)
+    return np.ascontiguousarray(array)
+
+
+def _digest(tensors: dict[str, NDArray[Any]], ids: list[int]) -> bytes:
+    """Of all that the model sees of an item."""
+    digest = hashlib.sha256(joined(b"media", pack_i32(ids)))
+    for name, array in tensors.items():
+        digest.update(joined(name.encode(), array.dtype.name.encode(), str(array.shape).encode()))
+        digest.update(array.data)
+    return digest.digest()
+
+
+def _loaded(folder: str) -> Any:
+    """The processor, without its part for videos where that has no package."""
+    try:
+        return AutoProcessor.from_pretrained(folder, local_files_only=True)
+    except ImportError:  # its processor of videos needs torchvision
+        return _for_images(_class_of(folder)).from_pretrained(folder, local_files_only=True)
+
+
+def _class_of(folder: str) -> Any:
+    named = next(
+        (
+            name
+            for file in NAMED_IN
+            if Path(folder, file).exists() and (name := read_json(Path(folder, file)).get("processor_class"))
+        ),
+        None,
+    )
+    if named is None:
+        named = PROCESSOR_MAPPING_NAMES[read_json(Path(folder, "config.json"))["model_type"]]
+    return processor_class_from_name(named)
+
+
+def _for_images(kind: Any) -> Any:
+    """The same processor with nothing in the place of its processor of videos."""
+
+    class ForImages(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            return type(argument) if argument is None else super().check_argument_for_proper_class(name, argument)
+
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *arguments: Any, **kwargs: Any) -> list[Any]:
+            names = cls.get_attributes()
+
+            own = {"get_attributes": classmethod(lambda cls: [name for name in names if name != VIDEO])}
+            others = type("Others", (cls,), own)
+            found = iter(kind._get_arguments_from_pretrained.__func__(others, *arguments, **kwargs))
+            return [None if name == VIDEO else next(found) for name in names]
+
+    ForImages.__name__ = kind.__name__
+    return ForImages
