@@ -27,9 +27,10 @@ class Question:
     is_sent: bool = False
     num_deaths: int = 0
 
-    def fail(self, error: HttpError) -> None:
+    def refuse(self, kind: ErrorKind, message: str, param: str = "") -> None:
+        """Whoever waits gets an HttpError."""
         if not self.answer.done():
-            self.answer.set_exception(error)
+            self.answer.set_exception(HttpError.of_kind(kind, message, param))
 
 
 class MediaClient:
@@ -64,9 +65,9 @@ class MediaClient:
         except LinkDown:
             self._hold(question)
         except LinkFull:
-            question.fail(HttpError.of_kind(ErrorKind.OVERLOADED, "too many images wait to be read; try again"))
+            question.refuse(ErrorKind.OVERLOADED, "too many images wait to be read; try again")
         except MessageTooLong as error:
-            question.fail(HttpError(400, str(error), "messages"))
+            question.refuse(ErrorKind.INVALID, str(error), "messages")
 
     def _hold(self, question: Question) -> None:
         """It waits for a media process, for a while."""
@@ -74,7 +75,7 @@ class MediaClient:
 
         def give_up() -> None:
             if not question.is_sent and question.num_deaths == before:
-                question.fail(HttpError.of_kind(ErrorKind.OVERLOADED, GONE))
+                question.refuse(ErrorKind.OVERLOADED, GONE)
 
         asyncio.get_running_loop().call_later(HOLD_S, give_up)
 
@@ -100,4 +101,4 @@ class MediaClient:
                 question.num_deaths += 1
                 self._hold(question)
                 if question.num_deaths >= MAX_DEATHS:
-                    question.fail(HttpError.of_kind(ErrorKind.POISON, POISON, "messages"))
+                    question.refuse(ErrorKind.POISON, POISON, "messages")

@@ -1,12 +1,18 @@
-<<<<<<< HEAD
-"""Whether the images of a model that sees can be served as it is started; where not, the model is served as its text model."""
+"""The settings of images in prompts: what they cannot be, and whether those of this model can be served. Called by resolve.py."""
 
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.model_files.model_files import ModelFiles
+from meshlm.supervisor.settings.flag_rules import Facts
+from meshlm.supervisor.settings.rules import Rules
+
+KINDS = ("image", "video", "audio")
 
 
 def settled(config: MeshConfig, files: ModelFiles) -> tuple[ModelFiles, list[str]]:
@@ -28,19 +34,6 @@ def _why_blind(config: MeshConfig, files: ModelFiles) -> str:
     if find_spec("transformers") is None:
         return "the transformers package, whose encoders compute them, is not installed"
     return ""
-=======
-"""The settings of images in prompts, and what they cannot be. Called by resolve.py."""
-
-from pathlib import Path
-from typing import Any
-
-import msgspec
-
-from meshlm.protocol.config import MeshConfig
-from meshlm.supervisor.settings.flag_rules import Facts
-from meshlm.supervisor.settings.rules import Rules
-
-KINDS = ("image", "video", "audio")
 
 
 def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
@@ -89,4 +82,3 @@ def _object(given: str) -> tuple[dict[str, Any], str]:
 def _is_color(media_io: dict[str, Any]) -> bool:
     given = (media_io.get("image") or {}).get("rgba_background_color", [0, 0, 0])
     return isinstance(given, list) and len(given) == 3 and all(type(one) is int and 0 <= one <= 255 for one in given)
->>>>>>> 6ebabf89 (The media process: images of requests are decoded in a sandbox, made ready by the model's own processor and kept in shared memory by digest)
