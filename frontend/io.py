@@ -14,6 +14,7 @@ from meshlm import __version__
 from meshlm.frontend import plugins
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
+from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.listener import HttpListener, Listener
 from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.observe.observer import Observer
@@ -57,6 +58,7 @@ class FrontendApp:
         self.media = MediaClient()
         self.poison = PoisonBodies()
         self.io_processor: io_processors.IOProcessor | None = None
+        self.endpoints: tuple[PluginRoute, ...] = ()
         self.draws = random.Random()
         self._listener: Listener | None = None
         self._is_stopping = False
@@ -68,6 +70,7 @@ class FrontendApp:
         server = mesh.config.server
         self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         self.io_processor = plugins.load(mesh.config, mesh.identity.index, self.observer.stat_loggers, os.environ)
+        self.endpoints = plugins.load_endpoints(mesh.config, os.environ)
         self.requests.budget = Budget(server.max_concurrent_bytes)
         facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])
         self.observer.start(mesh, self.resolved, self.version, Feed(self, facts, server.max_dashboards))

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
+from meshlm.frontend import endpoints
 from meshlm.frontend.observe.stat_loggers import StatLoggers
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime import io_processors
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.parsers import registry
-from meshlm.runtime.plugins import PluginError
+from meshlm.runtime.plugins import ENDPOINTS, PluginError, names
 
 
 def load(
@@ -23,4 +24,16 @@ def load(
         name = server.io_processor_plugin
         return io_processors.make(name, config, environment) if name else None
     except (PluginError, registry.ParserError) as error:
+        raise ProcessFatal(str(error)) from None
+
+
+def load_endpoints(config: MeshConfig, environment: Mapping[str, str]) -> tuple[endpoints.PluginRoute, ...]:
+    """Routes of other packages. ProcessFatal."""
+    try:
+        if not names(ENDPOINTS, environment):
+            return ()
+        from meshlm.frontend.routes.application import OPERATIONS  # all routes, which no other start needs here
+
+        return endpoints.load(config, {one.path: one for one in OPERATIONS}, environment)
+    except PluginError as error:
         raise ProcessFatal(str(error)) from None

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response as HttpResponse
 
+from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError, field_error
@@ -66,6 +67,7 @@ class Backend(Protocol):
     version: str
     draws: random.Random  # of seeds, for requests without one
     io_processor: IOProcessor | None
+    endpoints: tuple[PluginRoute, ...]  # of plug-ins
     poison: PoisonBodies
     figures: Figures
     requests: Admission

@@ -4,6 +4,7 @@ What a route has belongs to one request; state across requests is the process's 
 """
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,8 +16,9 @@ from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
 from meshlm.frontend.dashboard.routes import DashboardRoutes
+from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.http import bodies, endpoint
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import NOT_SERVED, HttpError
 from meshlm.frontend.http.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
 from meshlm.frontend.http.web_pages import WebPages
 from meshlm.frontend.messages.routes import MessageRoutes
@@ -53,6 +55,7 @@ INVOCATIONS = (
 )
 # Where the fields are input or messages: by what the model does unasked.
 PATH_OF_TASK = {"embed": "/v1/embeddings", "classify": "/classify"}
+KEPT = (b"authorization", b"x-request-id", b"x-data-parallel-rank")  # of a request, where a plug-in asks on its behalf
 Handler = Callable[[Request], Awaitable[HttpResponse]]
 
 
@@ -88,6 +91,25 @@ class Application:
             for operation in operations_of(type(room))
             if operation in wanted
         ]
+        self._handlers += [(one.operation, partial(self._plugin, one)) for one in backend.endpoints]
+        self._paths = Paths.of_operations((*OPERATIONS, *(one.operation for one in backend.endpoints)))
+
+    async def _plugin(self, plugin: PluginRoute, request: Request) -> HttpResponse:
+        """The answer of a plug-in's route."""
+        async with self.reader.body(request, is_json=False) as raw:
+            return await plugin.answer(request, raw, self._ask)
+
+    async def _ask(self, request: Request, method: str, path: str, raw: bytes) -> HttpResponse:
+        """The answer of another route to what a plug-in asks. HttpError."""
+        path_of, _, query = path.partition("?")
+        handlers = {operation.path: handler for operation, handler in self._handlers if method in operation.methods}
+        if (handler := handlers.get(path_of)) is None:
+            raise HttpError(404, NOT_SERVED.get(path_of, f"{method} {path} is not served here"))
+        headers = [(b"content-type", b"application/json"), *(one for one in request.scope["headers"] if one[0] in KEPT)]
+        scope = {**request.scope, "path": path_of, "method": method, "headers": headers, "query_string": query.encode()}
+        named = Request(scope, request.receive)
+        named._body = raw
+        return await handler(named)
 
     def operations(self) -> tuple[Operation, ...]:
         server, resolved = self._backend.config.server, self._backend.resolved
@@ -108,7 +130,7 @@ class Application:
         backend, server = self._backend, self._backend.config.server
         refused = backend.observer.refused
         shed = endpoint.load_shedder(backend.readiness.refusal, PATHS.submits)
-        keys = endpoint.KeyCheck(self.keys, backend.observer.rates, PATHS)
+        keys = endpoint.KeyCheck(self.keys, backend.observer.rates, self._paths)
         by_path: dict[str, dict[str, endpoint.Endpoint]] = {}
         for operation, handler in self._handlers:
             route_endpoint = endpoint.Endpoint(handler, refused if operation.submits else None)

@@ -149,3 +149,38 @@ def test_an_io_processor_by_http_and_in_python(installed: Path, tmp_path: Path) 
         for wrong, param in (({"data": {"question": 5}}, "data"), ({**body, "input": "a"}, "input")):
             refused = httpx.post(f"{server.url}/pooling", json=wrong, timeout=300)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def test_routes_of_another_package(tmp_path: Path, installed: Path) -> None:
+    """Those of trl's older clients, in the example."""
+    small_model(tmp_path, "llama")
+    with serving(
+        str(tmp_path), *FLAGS, "--load-format", "dummy", "--server-dev-mode", "--chat-template", TEMPLATE
+    ) as server:
+
+        def ask(path: str, body: object = None) -> httpx.Response:
+            return httpx.request("GET" if body is None else "POST", f"{server.url}{path}", json=body, timeout=300)
+
+        assert ask("/health/").json() == {"status": "ok"}
+        assert ask("/get_world_size/").json() == {"world_size": 1}
+        more = {"ignore_eos": True}
+        asked = {"prompts": PROMPTS[:2], "n": 2, "max_tokens": 4, "temperature": 0, "generation_kwargs": more}
+        answer = ask("/generate/", asked)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        assert found["prompt_ids"] == PROMPTS[:2]
+        assert [len(ids) for ids in found["completion_ids"]] == [4] * 4
+        assert found["completion_ids"][::2] == [one[:4] for one in greedy(server, PROMPTS[:2])]
+        assert all(one <= 0 for row in found["logprobs"] for one in row)
+        empty = ask("/chat/", {"messages": [[{"role": "user", "content": ""}]], "max_tokens": 3})
+        assert empty.status_code == 400, "this tokenizer has no words; tests/frontend/test_endpoints.py reads an answer"
+        assert "the prompt is empty" in empty.text
+        assert ask("/reset_prefix_cache/", {}).status_code == 200
+        refused = ask("/init_communicator/", {"host": "0.0.0.0", "port": 1, "world_size": 2})
+        assert refused.status_code == 400
+        assert "/init_weight_transfer_engine" in refused.text
+        assert ask("/generate/", {"prompts": []}).status_code == 400
+        assert ask("/generate/", {"prompts": PROMPTS[:1], "temperature": -1}).status_code == 400

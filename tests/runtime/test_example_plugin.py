@@ -21,6 +21,7 @@ from meshlm.runtime.parsers import registry as parsers
 from meshlm.workers.attention import backend
 from meshlm.workers.kv.connector_thread import maker_of
 from meshlm.workers.speculative import drafters
+from meshlm.frontend import endpoints
 found = {group: plugins.names(group, os.environ) for group in plugins.GROUPS}
 plugins.run_general(os.environ)
 plugins.load_descriptions(os.environ)
@@ -44,6 +45,7 @@ print(json.dumps({
     "processors": [kind.__name__ for kind in logits_processors.loaded(logits_processors.names((), os.environ))],
     "connector": list(connector.find([b"k" * 32], {})),
     "drafter": drafters._of_plugin("tiny_echo").__name__,
+    "endpoints": [one.route.path for one in endpoints.load(MeshConfig(), {}, os.environ)][:2],
     "prompts": io_processors.prompts_of(processor, {"question": "a", "texts": ["b"]}, ""),
 }))
 """
@@ -70,6 +72,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "processors": ["TargetToken"],
         "connector": [False],
         "drafter": "Echo",
+        "endpoints": ["/health/", "/get_world_size/"],
         "prompts": ["a", "b"],
     }
     assert len(list(notes.iterdir())) == 1

@@ -12,6 +12,7 @@ from parsing import RESOLVED
 
 from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
+from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.media.client import MediaClient
@@ -68,6 +69,7 @@ class Scripted:
         self.rates = RateLimits("")
         self.poison = PoisonBodies()
         self.io_processor: IOProcessor | None = None
+        self.endpoints: tuple[PluginRoute, ...] = ()
         self.draws = random.Random(1)
         self.pieces: Sequence[str] = ("Hello", " you")
         self.finished = STOP
