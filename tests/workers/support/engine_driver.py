@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 import torch
 
+from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.pool import Pool
@@ -75,9 +76,11 @@ class Driver:
         params: SamplingParams,
         tasks: dict[int, Pool] | None = None,
         audio: list[Audio] | None = None,
+        adapters: dict[int, Adapter] | None = None,
     ) -> None:
-        """tasks: of the rows that want a vector instead of tokens. audio: of all rows, for a speech-to-text model."""
-        self._sounds = audio
+        """tasks: of the rows that want a vector instead of tokens. audio: of all rows, for a speech-to-text model. adapters: of the
+        rows that have one."""
+        self._sounds, self._adapters = audio, adapters or {}
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
         self.spoils = False  # what no row sees any more is NaN before each step, as if others had it
@@ -97,7 +100,9 @@ class Driver:
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         extras = ((self.tasks[row],) if row in self.tasks else (), () if self._sounds is None else (self._sounds[row],))
-        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, (*extras[0], *extras[1]))
+        adapter = (self._adapters[row],) if row in self._adapters else ()
+        extras_of_row = (*extras[0], *extras[1], *adapter)
+        return NewRow(Row(row), told, len(self.prompts[row]), own.tobytes(), self.params, extras_of_row)
 
     def _listen(self, head: TorchHead) -> None:
         """This head keeps no logits: note them as it makes them."""
@@ -201,16 +206,13 @@ def in_bfloat16(theirs: Any) -> Any:
     return theirs
 
 
-def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
-    """float32 logits after each token, by transformers' own Qwen3 with this engine's weights."""
-    import transformers
-
-    config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")})
-    theirs = transformers.Qwen3ForCausalLM(config).cuda().eval()
+def weights_of_reference(made: ModelEngine) -> dict[str, torch.Tensor]:
+    """This engine's weights by transformers' names for them, in float32."""
     weights: dict[str, torch.Tensor] = {name: value.data for name, value in made.model.named_parameters()}
-    q, kv = 8 * 128, 2 * 128
+    spec = made.resolved.spec
+    q, kv = (count * spec.head_dim for count in (spec.num_attention_heads, spec.num_key_value_heads))
     state = {"model.embed_tokens.weight": weights["embed.weight"], "model.norm.weight": weights["norm.weight"]}
-    for layer in range(3):
+    for layer in range(spec.num_hidden_layers):
         ours, name = f"layers.{layer}.", f"model.layers.{layer}."
         parts = torch.split(weights[ours + "attention.qkv.weight"], [q, kv, kv])
         for part, what in zip(parts, "qkv", strict=True):
@@ -226,7 +228,16 @@ def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
             name + "mlp.up_proj.weight": up,
             name + "mlp.down_proj.weight": weights[ours + "mlp.down.weight"],
         }
-    theirs.load_state_dict({key: value.float() for key, value in state.items()}, strict=False)
+    return {key: value.float() for key, value in state.items()}
+
+
+def reference(made: ModelEngine, tokens: list[int]) -> torch.Tensor:
+    """float32 logits after each token, by transformers' own Qwen3 with this engine's weights."""
+    import transformers
+
+    config = transformers.Qwen3Config(**{k: v for k, v in MODEL.items() if k not in ("architectures", "torch_dtype")})
+    theirs = transformers.Qwen3ForCausalLM(config).cuda().eval()
+    theirs.load_state_dict(weights_of_reference(made), strict=False)
     exact = theirs(torch.tensor([tokens]).cuda()).logits[0]
     rounded = in_bfloat16(theirs)(torch.tensor([tokens]).cuda()).logits[0]
     return torch.stack((exact, rounded.float()))
