@@ -23,6 +23,7 @@ from meshlm.frontend.requests import submits
 from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import STOPPING, Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.budget import Budget
+from meshlm.frontend.requests.resolving import Resolving
 from meshlm.protocol.adapters import AdapterList
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges import control
@@ -54,7 +55,7 @@ class FrontendApp:
         self.readiness = Readiness(self.client, self.requests, self.figures)
         self.observer = Observer(self.client)
         self.operations = MeshOperations(self.client, self.figures)
-        self.adapters = Adapters()
+        self.adapters, self.resolving = Adapters(), Resolving(())
         self.media = MediaClient()
         self.poison = PoisonBodies()
         self.io_processor: io_processors.IOProcessor | None = None
@@ -71,6 +72,7 @@ class FrontendApp:
         self.draws = submits.draws_of(mesh.config.model.seed, mesh.identity.index)
         self.io_processor = plugins.load(mesh.config, mesh.identity.index, self.observer.stat_loggers, os.environ)
         self.endpoints = plugins.load_endpoints(mesh.config, os.environ)
+        self.resolving = plugins.resolving(mesh.config, os.environ)
         self.requests.budget = Budget(server.max_concurrent_bytes)
         facts = Facts(str(mesh.identity), self.version, self.resolved.served_names[0])
         self.observer.start(mesh, self.resolved, self.version, Feed(self, facts, server.max_dashboards))

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from meshlm.frontend import endpoints
 from meshlm.frontend.observe.stat_loggers import StatLoggers
+from meshlm.frontend.requests.resolving import Resolving
 from meshlm.protocol.config import MeshConfig
-from meshlm.runtime import io_processors
+from meshlm.runtime import adapter_resolvers, io_processors
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.parsers import registry
 from meshlm.runtime.plugins import ENDPOINTS, PluginError, names
@@ -35,5 +36,13 @@ def load_endpoints(config: MeshConfig, environment: Mapping[str, str]) -> tuple[
         from meshlm.frontend.routes.application import OPERATIONS  # all routes, which no other start needs here
 
         return endpoints.load(config, {one.path: one for one in OPERATIONS}, environment)
+    except PluginError as error:
+        raise ProcessFatal(str(error)) from None
+
+
+def resolving(config: MeshConfig, environment: Mapping[str, str]) -> Resolving:
+    """What finds adapters that nobody has loaded. ProcessFatal."""
+    try:
+        return Resolving(adapter_resolvers.make(config, environment))
     except PluginError as error:
         raise ProcessFatal(str(error)) from None

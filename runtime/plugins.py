@@ -9,10 +9,10 @@ supervisor and the frontends); their names are those for --tool-call-parser and 
 (io_processors.py), one of `meshlm.stat_loggers` a `StatLogger` (frontend/observe/stat_loggers.py), one of `meshlm.platforms` a
 `Platform` (platforms.py), one of `meshlm.drafters` what makes a `Drafter` (workers/speculative/drafters.py; its name is the method of
 --speculative-config), one of `meshlm.kv_connectors` what makes a `Connector`
-(workers/kv/connectors.py), one of
-`meshlm.endpoints` a class of `Endpoints` (frontend/endpoints.py), and one of `meshlm.general` a function that
-every process calls before anything else. MESHLM_PLUGINS (or
-VLLM_PLUGINS) names those to load (commas between); without it all are.
+(workers/kv/connectors.py), one of `meshlm.lora_resolvers` an `AdapterResolver` (adapter_resolvers.py), one of
+`meshlm.endpoints` a class of `Endpoints` (frontend/endpoints.py), and one of `meshlm.general` a function that every process calls
+before anything else. MESHLM_PLUGINS (or VLLM_PLUGINS) names those to load (commas between); without
+it all are.
 
 A plug-in's import has LIMIT_S: what hangs is named. It happens in a thread, which is left behind then.
 """
@@ -33,10 +33,21 @@ TOOL_PARSERS, REASONING_PARSERS = "meshlm.tool_parsers", "meshlm.reasoning_parse
 LOGITS_PROCESSORS = "meshlm.logits_processors"
 IO_PROCESSORS, STAT_LOGGERS, GENERAL = "meshlm.io_processors", "meshlm.stat_loggers", "meshlm.general"
 PLATFORMS, DRAFTERS, KV_CONNECTORS = "meshlm.platforms", "meshlm.drafters", "meshlm.kv_connectors"
-ENDPOINTS = "meshlm.endpoints"
+ENDPOINTS, LORA_RESOLVERS = "meshlm.endpoints", "meshlm.lora_resolvers"
+OF_VLLM = ("lora_filesystem_resolver",)  # which is no plug-in here, but a flag: --lora-resolver-dir
 GROUPS = (
     *(ARCHITECTURES, QUANTIZATION, BACKENDS, TOOL_PARSERS, REASONING_PARSERS),
-    *(LOGITS_PROCESSORS, IO_PROCESSORS, STAT_LOGGERS, GENERAL, PLATFORMS, DRAFTERS, KV_CONNECTORS, ENDPOINTS),
+    *(
+        LOGITS_PROCESSORS,
+        IO_PROCESSORS,
+        STAT_LOGGERS,
+        GENERAL,
+        PLATFORMS,
+        DRAFTERS,
+        KV_CONNECTORS,
+        ENDPOINTS,
+        LORA_RESOLVERS,
+    ),
 )
 _loaded: set[tuple[str, str]] = set()  # group and name, in this process
 
@@ -68,7 +79,7 @@ def check_names(environment: Mapping[str, str]) -> None:
         return
     known = {point.name for group in GROUPS for point in installed[group]}
     for name in allowed:
-        if name not in known:
+        if name not in known and name not in OF_VLLM:
             raise PluginError(f"{VARIABLE}: no installed package has a plug-in {name}; there are {sorted(known)}")
 
 

@@ -21,6 +21,14 @@ RETRY_S = 0.1  # ... and until a coordinator is there
 Known = Mapping[str, Adapter]
 
 
+class UnknownModel(HttpError):
+    """A client names a model that is not there; `name`: as the client wrote it."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(404, text, "model")
+        self.name = name
+
+
 class Adapters:
     def __init__(self) -> None:
         self._base: tuple[str, ...] = ()
@@ -48,7 +56,7 @@ class Adapters:
         """The name that is meant; without one the base's. HttpError."""
         if model and model not in self._known and model not in self._base:  # an empty name is none, as for vLLM
             text = f"The model `{model}` does not exist; this server has: {', '.join(self.names)}"
-            raise HttpError(404, text, "model")
+            raise UnknownModel(model, text)
         return model or self._base[0]
 
     def attached(self, parsed_request: ParsedRequest, model: str) -> ParsedRequest:

@@ -41,6 +41,7 @@ from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import Admission, PoisonBodies, Readiness
 from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
+from meshlm.frontend.requests.resolving import Resolving
 from meshlm.protocol.config import MeshConfig, Resolved
 from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, Submit
 from meshlm.protocol.extras import generates
@@ -76,6 +77,7 @@ class Backend(Protocol):
     operations: MeshOperations
     adapters: Adapters
     media: MediaClient
+    resolving: Resolving
 
 
 class ReadRequest(NamedTuple):

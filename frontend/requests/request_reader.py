@@ -14,6 +14,7 @@ from meshlm.frontend.http.retry import IdempotencyKey
 from meshlm.frontend.http.server import ByteBudget
 from meshlm.frontend.openai import limits, parse
 from meshlm.frontend.openai.schema import ChatRequest, CompletionRequest
+from meshlm.frontend.requests.adapters import UnknownModel
 from meshlm.frontend.requests.admission import name_of
 from meshlm.frontend.requests.budget import num_tokens
 from meshlm.frontend.requests.generation import Backend, ReadRequest, unless_disconnected
@@ -38,10 +39,20 @@ class RequestReader:
     async def read(self, request: Request, parse: Callable[[Request, bytes], Parsed]) -> Parsed:
         """What `parse`, which changes nothing, makes of the body. Large ones in a thread, one by one: no stream waits for them."""
         async with self.body(request) as raw, self._poison.turn(name := name_of(request.url.path, raw)):
-            if len(raw) <= bodies.LARGE_BYTES:
-                return in_hand.holding(name, parse, request, raw)
-            async with self.reads_large:
-                return await asyncio.to_thread(in_hand.holding, name, parse, request, raw)
+            try:
+                return await self._parsed(request, parse, name, raw)
+            except UnknownModel as error:
+                if not await self._backend.resolving.found(error.name, self._backend):
+                    raise
+                return await self._parsed(request, parse, name, raw)
+
+    async def _parsed(
+        self, request: Request, parse: Callable[[Request, bytes], Parsed], name: str, raw: bytes
+    ) -> Parsed:
+        if len(raw) <= bodies.LARGE_BYTES:
+            return in_hand.holding(name, parse, request, raw)
+        async with self.reads_large:
+            return await asyncio.to_thread(in_hand.holding, name, parse, request, raw)
 
     @asynccontextmanager
     async def body(self, request: Request, is_json: bool = True) -> AsyncIterator[bytes]:

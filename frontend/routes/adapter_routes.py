@@ -1,7 +1,5 @@
 """Adapters that come and go while the mesh serves, as in vLLM: two routes for operators (--allow-runtime-lora-updating)."""
 
-import asyncio
-from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -13,6 +11,7 @@ from meshlm.frontend.http.operation import TEXT, Group, OfClass, route
 from meshlm.frontend.openai import schema
 from meshlm.frontend.requests.generation import Backend
 from meshlm.frontend.requests.request_reader import RequestReader
+from meshlm.frontend.requests.resolving import read_adapter
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.operations import DropAdapter
 from meshlm.runtime.api_keys import ADMIN
@@ -29,15 +28,10 @@ class AdapterRoutes:
     async def load(self, request: Request) -> HttpResponse:
         """Serve an adapter under a name, from a folder that is held against the model now; with load_inplace, in the place of the one
         that has the name."""
-        from meshlm.runtime.model_files import adapter_files  # with all model families, which no other request needs
-
         body, unknown = await self._reader.read(request, lambda _, raw: bodies.decode(raw, schema.LoadAdapterRequest))
         self._backend.observer.ignored(unknown, request.url.path)
-        resolved = self._backend.resolved
-        limits, spec = adapter_files.Limits.of(self._backend.config.adapters, resolved.device), resolved.spec
         try:
-            read = partial(adapter_files.adapter_of, body.lora_name, Path(body.lora_path), spec, limits)
-            adapter = await asyncio.to_thread(read)
+            adapter = await read_adapter(body.lora_name, Path(body.lora_path), self._backend)
         except ModelFilesError as error:
             raise HttpError(400, str(error), "lora_path") from None
         adapters, send = self._backend.adapters, self._backend.operations.tell_coordinator

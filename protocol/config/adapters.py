@@ -45,6 +45,14 @@ class AdapterConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="with --enable-lora: POST /v1/load_lora_adapter and /v1/unload_lora_adapter")
     ] = False
 
+    lora_resolver_dir: Annotated[
+        str,
+        Meta(
+            description="with --allow-runtime-lora-updating: a folder of adapters; a request for a name that nobody has gets the one "
+            "that is called so"
+        ),
+    ] = ""
+
     @property
     def num_kept(self) -> int:
         """Adapters that a worker keeps in the host's memory."""

@@ -12,7 +12,7 @@ from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules
 
-FLAG, MODULES = "--enable-lora", "--lora-modules"
+FLAG, MODULES, RESOLVER = "--enable-lora", "--lora-modules", "--lora-resolver-dir"
 DEVICES = ("cpu", "cuda")
 
 
@@ -22,6 +22,10 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield bool(asked.lora_modules) and not asked.enable_lora, MODULES, f"needs {FLAG}"
     if not asked.enable_lora:
         return
+    why_dir = "needs --allow-runtime-lora-updating"
+    yield bool(asked.lora_resolver_dir) and not asked.allow_runtime_lora_updating, RESOLVER, why_dir
+    is_folder = not asked.lora_resolver_dir or Path(asked.lora_resolver_dir).is_dir()
+    yield not is_folder, f"{RESOLVER} {asked.lora_resolver_dir}", "there is no such folder"
     why = adapter_files.why_not(f.spec)
     yield why, FLAG, why
     yield f.device not in DEVICES, FLAG, f"--device {f.device} has no products of adapters; --device cpu and cuda have"

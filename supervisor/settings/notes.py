@@ -88,6 +88,7 @@ RULES = (
             "lora_target_modules",
             "fully_sharded_loras",
             "allow_runtime_lora_updating",
+            "lora_resolver_dir",
         ),
         lambda config, _: config.adapters.enable_lora,
         "--enable-lora",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -150,6 +151,24 @@ def test_a_kill_loses_nothing(server: Serving, peft: Peft, role: str) -> None:
         os.kill(server.pid(role), signal.SIGKILL)
         for model, prompt, tokens in work:
             peft.check(prompt, tokens.result(timeout=300), model)
+
+
+def test_structured_outputs(server: Serving) -> None:
+    """What an adapter says within a grammar is the same beside others' rows as alone."""
+    pattern, names = "[a-z]{3,12} [0-9]{2,5}", (BASE, "one", "two")
+
+    def constrained(name: str, prompt: list[int]) -> str:
+        body = {"model": name, "prompt": prompt, "max_tokens": 40, "temperature": 0, "guided_regex": pattern}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    work = [(name, prompt) for name in names for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(work)) as pool:
+        together = list(pool.map(lambda one: constrained(*one), work))
+    assert all(re.fullmatch(pattern, text) for text in together), together
+    assert together == [constrained(*one) for one in work]
 
 
 def change(server: Serving, path: str, **body: Any) -> httpx.Response:

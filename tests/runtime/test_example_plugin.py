@@ -15,8 +15,8 @@ EACH = """
 import json, os
 from meshlm.architectures import quantization, registry
 from meshlm.frontend.observe.stat_loggers import StatLoggers
-from meshlm.protocol.config import MeshConfig, ServerConfig
-from meshlm.runtime import io_processors, logits_processors, platforms, plugins
+from meshlm.protocol.config import AdapterConfig, MeshConfig, ServerConfig
+from meshlm.runtime import adapter_resolvers, io_processors, logits_processors, platforms, plugins
 from meshlm.runtime.parsers import registry as parsers
 from meshlm.workers.attention import backend
 from meshlm.workers.kv.connector_thread import maker_of
@@ -43,6 +43,8 @@ print(json.dumps({
     "loggers": bool(loggers),
     "platform": [platforms.named("tiny").kv_cache_bytes(), callable(platforms.engine_of(platforms.named("tiny")))],
     "processors": [kind.__name__ for kind in logits_processors.loaded(logits_processors.names((), os.environ))],
+    "adapters": [type(one).__name__ for one in adapter_resolvers.make(
+        MeshConfig(adapters=AdapterConfig(enable_lora=True, allow_runtime_lora_updating=True)), os.environ)],
     "connector": list(connector.find([b"k" * 32], {})),
     "drafter": drafters._of_plugin("tiny_echo").__name__,
     "endpoints": [one.route.path for one in endpoints.load(MeshConfig(), {}, os.environ)][:2],
@@ -70,6 +72,7 @@ def test_one_of_each(tmp_path: Path) -> None:
         "loggers": True,
         "platform": [64 << 20, True],
         "processors": ["TargetToken"],
+        "adapters": ["TinyAdapters"],
         "connector": [False],
         "drafter": "Echo",
         "endpoints": ["/health/", "/get_world_size/"],

@@ -8,6 +8,7 @@ from parsing import RESOLVED
 from meshlm.frontend.http.rate_limits import RateLimits
 from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import PoisonBodies
+from meshlm.frontend.requests.resolving import Resolving
 from meshlm.protocol.config import MeshConfig, ServerConfig
 
 
@@ -15,7 +16,7 @@ def plays_all_parts(double: Any) -> Any:
     """The double itself is each part of a Backend: its requests, its readiness, its observer and its operations. Its adapters are those
     of its model."""
     double.requests = double.readiness = double.observer = double.operations = double
-    double.adapters = Adapters()
+    double.adapters, double.resolving = Adapters(), Resolving(())
     double.adapters.begin(double.resolved)
     return double
 

@@ -21,6 +21,7 @@ from meshlm.frontend.operator.mesh_operations import AskedRanks
 from meshlm.frontend.requests.adapters import Adapters
 from meshlm.frontend.requests.admission import PoisonBodies
 from meshlm.frontend.requests.budget import Budget
+from meshlm.frontend.requests.resolving import Resolving
 from meshlm.frontend.routes.application import Application
 from meshlm.protocol.config import MeshConfig, Resolved, ServerConfig
 from meshlm.protocol.config.changing import changed
@@ -58,6 +59,7 @@ class Scripted:
     operations: Any
     adapters: Adapters
     media: MediaClient
+    resolving: Resolving
 
     def __init__(self, server: ServerConfig | None = None, resolved: Resolved = RESOLVED) -> None:
         self.num_open = 0

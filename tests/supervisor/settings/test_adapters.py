@@ -49,6 +49,12 @@ def test_adapters_by_words_and_by_json(model: str, tmp_path: Path) -> None:
             {"device": "fake"},
             "--enable-lora: --device fake has no products of adapters; --device cpu and cuda have",
         ),
+        ([], {"lora_resolver_dir": "HERE"}, "--lora-resolver-dir: needs --allow-runtime-lora-updating"),
+        (
+            [],
+            {"lora_resolver_dir": "/none", "allow_runtime_lora_updating": True},
+            "--lora-resolver-dir /none: there is no such folder",
+        ),
         ([], {"runner": "pooling"}, "--enable-lora: models of vectors take no adapters yet"),
         ([], {"deterministic": True}, "--enable-lora: not proven to be deterministic"),
         ([], {"max_loras": 3, "max_cpu_loras": 2}, "--max-cpu-loras 2: must be at least --max-loras, which is 3"),
