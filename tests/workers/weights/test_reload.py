@@ -13,6 +13,7 @@ from torch import Tensor
 from meshlm.protocol.config import MeshConfig
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.workers.models.decoder import Decoder
+from meshlm.workers.rows.extras.extra import RowExtras
 from meshlm.workers.weights import reload
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,7 +43,8 @@ def logits(model: Decoder) -> Tensor:
 def engine_of(folder: Path, model: Decoder) -> Any:
     """The part of an engine that is asked."""
     own = {"config": MeshConfig(), "resolved": resolved(folder), "device": CPU, "model": model, "weights_plan": None}
-    return SimpleNamespace(**own, draft_model=None, draft_plan=None)
+    extras: RowExtras[Tensor] = RowExtras((), 1)
+    return SimpleNamespace(**own, draft_model=None, draft_plan=None, extras=extras)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
