@@ -139,7 +139,10 @@ NEEDLESS = {
     "--cudagraph-metrics": (0, "GET /metrics always counts replays and misses of CUDA graphs"),
 }
 
-_MEDIA = "images are not there yet"
+_ENCODERS = (
+    "encoders of images are transformers' modules in the model's own dtype, whole on each rank; they have no settings"
+)
+_IMAGES_ALONE = "images are taken as files or URLs, each where its part stands (docs/media.md); nothing else is"
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"
@@ -159,10 +162,10 @@ _QUANTISED = (
     "--quantization is the setting: fp8 and bitsandbytes quantise plain weights while they are loaded; what others are their files "
     "say"
 )
-_ONE_MESH = "one mesh computes prompts and answers; KV transfer between meshes is not there yet"
+_ONE_MESH = "--dp-roles is the setting within a mesh, --kv-transfer-config between meshes (docs/moved-kv.md)"
 # Asks for what is not there: refused, with what to do instead.
 ABSENT = {
-    "--default-mm-loras": "images are not there yet; a request names its adapter (model)",
+    "--default-mm-loras": "a request names its adapter (model); no adapter is chosen by what it brings",
     "--tool-server": "clients call their tools themselves",
     "--reasoning-config": "--reasoning-parser is the setting",
     "--guided-decoding-backend": "grammars are llguidance's; --structured-outputs-config has the options",
@@ -179,11 +182,11 @@ ABSENT = {
     "--data-parallel-rpc-port": "nodes meet at --listen and --join",
     "-dpp": "nodes meet at --listen and --join",
     "--scheduler-cls": _CLASSES,
-    **dict.fromkeys(("--enable-mm-embeds", "--enable-mm-processor-stats"), _MEDIA),
-    **dict.fromkeys(("--interleave-mm-strings", "--video-pruning-rate"), _MEDIA),
-    **dict.fromkeys(("--mm-encoder-only", "--mm-encoder-attn-backend"), _MEDIA),
-    **dict.fromkeys(("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"), _MEDIA),
-    **dict.fromkeys(("--mm-encoder-fp8-scale-save-path", "--mm-encoder-fp8-scale-save-margin"), _MEDIA),
+    **dict.fromkeys(("--enable-mm-embeds", "--enable-mm-processor-stats"), _IMAGES_ALONE),
+    **dict.fromkeys(("--interleave-mm-strings", "--video-pruning-rate"), _IMAGES_ALONE),
+    **dict.fromkeys(("--mm-encoder-only", "--mm-encoder-attn-backend"), _ENCODERS),
+    **dict.fromkeys(("--mm-encoder-attn-dtype", "--mm-encoder-fp8-scale-path"), _ENCODERS),
+    **dict.fromkeys(("--mm-encoder-fp8-scale-save-path", "--mm-encoder-fp8-scale-save-margin"), _ENCODERS),
     "--middleware": "put a proxy before it",
     "--hf-config-path": _CONFIG,
     "--disable-sliding-window": _CONFIG,
@@ -272,7 +275,7 @@ ONLY = {
     "--offload-group-size": (("0",), _OFFLOAD),
     "--offload-num-in-group": (("1",), _OFFLOAD),
     "--offload-prefetch-step": (("1",), _OFFLOAD),
-    "--mm-encoder-tp-mode": (("weights",), _MEDIA),
+    "--mm-encoder-tp-mode": (("weights",), _ENCODERS),
     "--ignore-patterns": (("original/**/*",), "download what you want, and serve its folder"),
     "--disable-access-log-for-endpoints": (
         ("/health", "/ready", "/ping", "/metrics", "/load", "/version", "/v1/models", "/tokenize", "/detokenize"),

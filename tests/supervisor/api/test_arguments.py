@@ -39,7 +39,7 @@ def test_vllms_names_and_values() -> None:
     ("name", "value", "said"),
     [
         ("quantization_config", "x", "--quantization is the setting: fp8 and bitsandbytes"),
-        ("default_mm_loras", {"image": "x"}, "images are not there yet"),
+        ("default_mm_loras", {"image": "x"}, "a request names its adapter"),
         ("max_model_len", "long", "max_model_len"),
         ("kv_cache_memory", "1X", "no size"),
     ],

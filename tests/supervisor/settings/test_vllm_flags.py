@@ -263,7 +263,7 @@ COMMANDS = [
     ),
     ("m --all2all-backend deepep_high_throughput", "DeepEP is not used; peer_memory"),
     ("m --cpu-offload-gb 10 --cpu-offload-params mlp", ""),
-    ("--prefill-only --ec-transfer-config {}", "one mesh computes prompts and answers"),
+    ("--prefill-only --ec-transfer-config {}", "--dp-roles is the setting within a mesh"),
     ("m --ec-transfer-config {}", "what encoders compute stays in the worker"),
     ("m --quantization-config {}", "--quantization is the setting"),
     ("m --quantization-param-path file", "scales of an FP8 KV cache"),
