@@ -28,7 +28,7 @@ from meshlm.protocol.weight_transfer import (
 )
 from meshlm.runtime.model_files import received
 from meshlm.runtime.model_files.digest import digest_of
-from meshlm.workers.weights.transfer import cuda_handles, kept
+from meshlm.workers.weights.transfer import cuda_handles
 from meshlm.workers.weights.transfer.groups import Broadcasts, GlooGroup
 from meshlm.workers.weights.transfer.kept import KeptFile
 from meshlm.workers.weights.transfer.memory import HostMemory
@@ -92,9 +92,15 @@ def test_a_host_without_room_says_so(folder: Path, tmp_path: Path, monkeypatch: 
     large = (TensorInfo("x", "float32", (1 << 40,)),)
     with pytest.raises(TransferFailed, match=r"4,398,046,511,1.. bytes of memory are needed"):
         KeptFile(folder, 0, large, str(tmp_path / "model"))
-    monkeypatch.setattr(kept, "_check_room", lambda _: None)
-    with pytest.raises(TransferFailed, match="bytes are needed in memory"):
-        KeptFile(folder, 0, large, str(tmp_path / "model"))
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(TransferFailed, match=r"No space left on device: .* bytes are needed in memory"):
+            KeptFile(folder, 0, told(GIVEN), str(tmp_path / "model"))
+    assert not list(folder.glob("*.part")), "nothing of it stays"
     with pytest.raises(TransferFailed, match="are one file"):
         KeptFile(folder, 0, told(GIVEN), str(tmp_path / "model.gguf"))
     folder.parent.chmod(0o755)
@@ -156,7 +162,7 @@ def test_broadcasts_are_cut_as_the_trainer_cuts_them(is_packed: bool) -> None:
     assert torch.equal(torch.cat([data for _, data in parts]), flat(GIVEN))
 
 
-def test_gloo_ranks_meet_and_one_that_leaves_ends_it() -> None:
+def test_gloo_ranks_meet_and_one_that_waits_is_ended() -> None:
     address, port = "127.0.0.1", free_port()
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address, port, 2, True, timedelta(seconds=60), wait_for_workers=False, use_libuv=False
@@ -174,12 +180,20 @@ def test_gloo_ranks_meet_and_one_that_leaves_ends_it() -> None:
     trainer.broadcast(torch.arange(5.0))
     receives.join(60)
     assert data.tolist() == [0, 1, 2, 3, 4]
+    failed: list[str] = []
+
+    def waits() -> None:
+        try:
+            worker.broadcast(data)
+        except TransferFailed as error:
+            failed.append(str(error))
+
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    worker.abort()  # from another thread
+    waiting.join(60)
+    assert failed == ["the weight update was ended"]
     trainer.abort()
-    with pytest.raises(TransferFailed, match="the broadcast failed"):
-        worker.broadcast(data)
-    worker.abort()
-    with pytest.raises(TransferFailed, match="ended"):
-        worker.broadcast(data)
     del store
 
 

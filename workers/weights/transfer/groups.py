@@ -21,6 +21,7 @@ from meshlm.workers.weights.transfer.source import TransferFailed
 MEET = timedelta(seconds=60)  # that the trainer and all workers have to be there
 MEET_GLOO = timedelta(seconds=30)
 SEND = timedelta(minutes=30)  # of one broadcast: how long a trainer may compute before it
+LOOK_STORE_S = 1.0  # how often it sees whether the trainer's process is there
 LOOK_S = 0.001  # how often a thread that waits for the trainer sees whether it is to end
 PREFIX = "gloo"
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its types are not told
@@ -77,10 +78,14 @@ class GlooGroup:
 
     def broadcast(self, data: Tensor) -> None:
         try:
-            work = self._group.broadcast([data], _from_trainer())
+            work, waited_s = self._group.broadcast([data], _from_trainer()), 0.0
             while not work.is_completed():
                 if self._aborted.wait(LOOK_S):
                     raise TransferFailed("the weight update was ended")
+                waited_s += LOOK_S
+                if waited_s >= LOOK_STORE_S:  # a connection that was closed before we wait on it may not say so
+                    waited_s = 0.0
+                    self._store.check([PREFIX])
             work.wait()
         except RuntimeError as error:
             text = "the weight update was ended" if self._aborted.is_set() else f"the broadcast failed: {_line(error)}"

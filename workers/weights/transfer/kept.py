@@ -42,6 +42,7 @@ class KeptFile:
             finally:
                 os.close(opened)
         except OSError as error:
+            Path(f"{self._path}.part").unlink(missing_ok=True)  # what was allocated of it is given back
             raise TransferFailed(f"{self._path}: {error.strerror}: {total:,} bytes are needed in memory") from None
         self._map[: len(header)] = header
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
