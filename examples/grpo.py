@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from weight_sender import MemorySender
 
-GROUP, ANSWER = 8, 12  # answers to each prompt, and their tokens
+GROUP, ANSWER = 8, 8  # answers to each prompt, and their tokens
 PROMPTS = [[3, 10, 17, 24], [5, 6, 7], [40, 30, 20, 10, 9]]
 
 

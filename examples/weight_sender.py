@@ -127,7 +127,12 @@ class GlooSender:
         self.mesh = Mesh(url, **client)
         self._address, self._port = address, port
         self._threads = ThreadPoolExecutor(1)
-        self.join()
+        try:
+            self.join()
+        except BaseException:
+            self._threads.shutdown(wait=False)
+            self.mesh.close()
+            raise
 
     def close(self) -> None:
         """The workers see that this process has left the group; they serve on."""
@@ -143,6 +148,15 @@ class GlooSender:
         asked = self._threads.submit(
             self.mesh.post, "/init_weight_transfer_engine", {"init_info": {**info, "packed": True}}
         )
+        try:
+            self._meet(size, listening)
+        except RuntimeError:
+            if asked.done():
+                asked.result()  # the mesh says why
+            raise
+        asked.result()
+
+    def _meet(self, size: int, listening: socket.socket) -> None:
         self._store = TCPStore(
             self._address,
             self._port,
@@ -156,7 +170,6 @@ class GlooSender:
         options._devices = [ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = timedelta(seconds=60)
         self._group: Any = ProcessGroupGloo(PrefixStore("gloo", self._store), 0, size, options)
-        asked.result()
 
     def send(self, tensors: Named, name: str, **finish: Any) -> None:
         """As MemorySender.send."""

@@ -287,7 +287,7 @@ class Scheduler:
         """A session with the same workers, for other wishes or another try."""
         self._lose_workers()
         self.wishes.rekey(self.requests.values())
-        return [*self.operations.lose_workers(), *self._begun(self.workers.begin(now))]
+        return self._begun(self.workers.begin(now))
 
     def _wish(self, operation: Operation, wish: Wish, now: float) -> list[Send]:
         told, begins = self.wishes.take(operation, wish)

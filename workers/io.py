@@ -316,7 +316,7 @@ class WorkerApp:
 
     def _on_reset(self, reset: Reset) -> None:
         self._session = reset.session
-        self._receiver.end("the rank's session ended; a worker was lost, or is about to sleep")
+        self._receiver.session_ended()
         if self._moves is not None:
             self._moves.begin(reset.session)
         if self._exchange is not None:  # the stepper may wait for others, and a plan in the queue would

@@ -75,7 +75,7 @@ def vllm_config(config: MeshConfig) -> dict[str, Any]:
             "quantization": config.model.quantization or None,
             "enforce_eager": config.worker.enforce_eager,
             "max_logprobs": config.server.max_logprobs,
-            "logprobs_mode": "raw_logprobs",
+            "logprobs_mode": config.server.logprobs_mode,
             "runner_type": "generate" if resolved.pooling is None else "pooling",
             "seed": config.model.seed,
         },

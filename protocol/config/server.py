@@ -95,6 +95,13 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
             extra={"bytes": True},
         ),
     ] = 256 << 20
+    logprobs_mode: Annotated[
+        Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"],
+        Meta(
+            description="what logprobs of answers are: the model's own, or after penalties, temperature and truncation; of each the "
+            "logits themselves. Those of prompts are the model's own log-probabilities"
+        ),
+    ] = "raw_logprobs"
     max_logprobs: Annotated[int, Meta(ge=-1, description="largest logprobs / top_logprobs; -1: the vocabulary")] = 20
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description="logprobs name tokens 'token_id:5', unless a request says otherwise")

@@ -55,6 +55,14 @@ def names(c: MeshConfig) -> Rules:
     yield device not in devices, f"--device {device}", f"there are {', '.join(devices)}"
 
 
+def logprobs(c: MeshConfig, f: Facts) -> Rules:
+    """What cannot be told of tokens. A GPU verifies drafts by lines whose rows only it knows."""
+    mode = c.server.logprobs_mode
+    drafts = bool(c.speculative.speculative_config) and f.device == "cuda"
+    why = "drafts of a GPU are verified by lines that are not processed again; raw_logprobs and raw_logits can be had with them"
+    yield drafts and mode.startswith("processed"), f"--logprobs-mode {mode}", why
+
+
 def processors(c: MeshConfig, *, pools: bool) -> Rules:
     """Of classes of plug-ins. That logits processors can be imported the workers see, whose libraries they need. PluginError."""
     if name := c.server.io_processor_plugin:

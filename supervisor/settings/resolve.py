@@ -165,7 +165,7 @@ def _check_flags(config: MeshConfig, files: model_files.ModelFiles, platform: Pl
     _check_template_kwargs(config.server.default_chat_template_kwargs)
     check(flag_rules.store(config.server.responses_store))
     check(flag_rules.recordings(config.server.record_requests))
-    for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches):
+    for table in (flag_rules.experts, flag_rules.steps, flag_rules.caches, flag_rules.logprobs):
         check(table(config, facts))
     check(flag_rules.states(config, files.spec))
     here, whole = len(placement.local_ranks(config)[1]), config.experts.enable_expert_parallel

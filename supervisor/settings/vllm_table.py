@@ -242,7 +242,6 @@ ONLY = {
     "--tokenizer-mode": (("auto", "hf", "fast"), "tokenizer.json is what is read"),
     "--config-format": (("auto", "hf"), "config.json is what is read"),
     "--safetensors-load-strategy": (("auto", "lazy"), "weights are mapped from disk"),
-    "--logprobs-mode": (("raw_logprobs",), "logprobs are the model's own, before temperature and penalties"),
     "--response-role": (("assistant",), "answers are the assistant's"),
     "--mm-processor-cache-type": (("lru", "shm"), _OWN_MEDIA),
     "--distributed-executor-backend": (("mp", "uni"), "the supervisor starts one worker per GPU; other hosts --join"),

@@ -5,7 +5,9 @@ It needs vLLM for its own end of the broadcasts, which are NCCL's: a stand-in se
 
 import datetime
 import importlib.metadata
+import importlib.util
 import json
+import pathlib
 import sys
 import types
 
@@ -43,7 +45,7 @@ def stand_in() -> None:
             group.broadcast(torch.cat(parts), src)
 
     modules = {
-        "vllm": {},
+        "vllm": {"__version__": "0.30.0", "__file__": __file__},
         "vllm.utils": {},
         "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1"},
         "vllm.distributed": {},
@@ -57,6 +59,10 @@ def stand_in() -> None:
         module.__path__ = []
         module.__dict__.update(members)
         sys.modules[name] = module
+    folder = importlib.util.find_spec("trl").submodule_search_locations[0]
+    for name in ("trl", "trl.generation"):  # whose own modules want all that trainers need
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__path__ = [str(pathlib.Path(folder, *name.split(".")[1:]))]
     real = importlib.metadata.version
     importlib.metadata.version = lambda name: "0.30.0" if name == "vllm" else real(name)
 

@@ -30,7 +30,7 @@ def test_it_generates_scores_and_sends_weights(tmp_path: Path) -> None:
     flags = (*FLAGS, "--server-dev-mode", "--weight-transfer-config", '{"backend": "gloo"}', "-tp", "2")
     models = [transformers.AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in folders]
     expected = [[greedy_of(model, prompt)[:8] for prompt in ([3, 10, 17, 24], [5, 6, 7])] for model in models]
-    with serving(str(folders[0]), *flags, "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1") as server:
+    with serving(str(folders[0]), *flags, "--max-logprobs", "-1") as server:
         command = [sys.executable, str(PROGRAM), server.url, str(folders[1]), str(free_port())]
         environment = {**os.environ, "PYTHONPATH": str(TRL)}
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment, check=False)

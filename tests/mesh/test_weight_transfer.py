@@ -51,7 +51,8 @@ def kill(server: Serving, role: str) -> None:
 
 def settled(server: Serving) -> str:
     """The mesh's version, once every rank has it."""
-    until(lambda: not_ready(server) == "" and {*versions(server)[1]} == {(versions(server)[0], "")}, 180)
+    until(lambda: all(one["state"] == "ready" for one in server.status()["processes"]), 180)
+    until(lambda: not_ready(server) == "" and {*versions(server)[1]} == {(versions(server)[0], "")}, 60)
     return versions(server)[0]
 
 

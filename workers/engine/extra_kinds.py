@@ -72,6 +72,7 @@ def _kinds_of_output(engine: "ModelEngine") -> list[RowExtra[Tensor]]:
     loads_ahead = engine.device.type == "cuda" and bool(resolved.eos_token_ids)
     processors = processors_of(engine.config, engine.device, rows.max_rows)
     columns.processors = None if processors is None else processors.apply
+    columns.logprobs_mode = engine.config.server.logprobs_mode
     assert columns.breakers is not None
     logits_of = engine.compute.logits_of
     alone = engine.config.worker.deterministic and engine.device.type == "cuda"

@@ -22,7 +22,7 @@ from meshlm.workers.models.decoder import Decoder
 from meshlm.workers.output import logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logprobs import Details, Part
-from meshlm.workers.output.sampler import SampleRows, apply_mask, sample, sample_rows
+from meshlm.workers.output.sampler import SampleRows, apply_mask, process, sample, sample_rows
 from meshlm.workers.rows.changes import I32
 from meshlm.workers.rows.columns import RowColumns
 from meshlm.workers.rows.device_rows import DeviceRows, breakers_buffer, put
@@ -113,6 +113,7 @@ class LogitsSampler:
         self._penalties = penalties.Penalties(of["repetition_penalty"], of["presence_penalty"], of["frequency_penalty"])
         self._breakers = rows.table.columns.breakers = breakers_buffer(rows.table.num_rows, vocab, device)
         self._mask: TokenMask | None = None
+        self._last_mask: TokenMask | None = None  # of the step whose log-probabilities are next
         self._masks = MaskStaging(count if lines else 0, vocab, device)
         self._edits = penalties.Edits(of["num_edits"], of["edit_ids"], of["edit_adds"], of["edit_untils"])
 
@@ -197,12 +198,14 @@ class LogitsSampler:
 
     def logprobs(self, step: StepColumns, counts: I32 | None) -> list[Details]:
         places = step.places if step.verified is None else step.verified.origins[step.places]
-        return self.details(step.rows[step.places], places, self._rows.table.columns)
+        columns = self._rows.table.columns
+        at = None if columns.logprobs_mode.startswith("raw") else sample_rows(step, columns)
+        return self.details(step.rows[step.places], places, columns, at)
 
     def by_torch(self, at: SampleRows, columns: RowColumns) -> None:
         """Sample again where the kernels could not do all that a request asks for. `at`: of all lines of the step."""
         needy, mask = columns.need_torch(at.rows, at.output_index), self._mask
-        self._mask, at_once = None, 1 if self.alone else LINES_BY_TORCH
+        self._mask, self._last_mask, at_once = None, mask, 1 if self.alone else LINES_BY_TORCH
         for begin in range(0, len(needy), at_once):
             lines = needy[begin : begin + at_once]
             some, index = at.some(lines), put(lines, self._device)
@@ -214,15 +217,32 @@ class LogitsSampler:
             self._rows.tokens[where[0], where[1]] = token_ids.clamp(min=0)
             self.sampled[index] = token_ids
 
-    def details(self, rows: NDArray[np.int32], places: NDArray[np.int64], columns: RowColumns) -> list[Details]:
-        """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step."""
+    def details(
+        self, rows: NDArray[np.int32], places: NDArray[np.int64], columns: RowColumns, at: SampleRows | None = None
+    ) -> list[Details]:
+        """The log-probabilities of the sampled tokens whose request wants them. rows and places are those of all lines of the step, and
+        so is `at`, where those of processed logits are wanted."""
         wanted = np.flatnonzero(columns["logprobs"][rows] >= 0)
         if not len(wanted):
             return []
         ids = [columns.params[row].logprob_token_ids for row in rows[wanted].tolist()]
         certain = np.array([bool(one) for one in ids])
-        found = self._logprobs(wanted[~certain], rows, places, columns)
-        return found + self._logprobs(wanted[certain], rows, places, columns, [one for one in ids if one])
+        found = self._logprobs(wanted[~certain], rows, places, columns, at)
+        return found + self._logprobs(wanted[certain], rows, places, columns, at, [one for one in ids if one])
+
+    def _processed(self, lines: NDArray[np.intp], at: SampleRows, columns: RowColumns) -> Callable[[Tensor], Tensor]:
+        """Makes the logits of these lines by which their tokens were chosen, some at a time, in order."""
+        left = lines
+
+        def logits_of(hidden: Tensor) -> Tensor:
+            nonlocal left
+            some, left = left[: len(hidden)], left[len(hidden) :]
+            logits = self._model.logits(hidden)
+            if self._last_mask is not None:
+                apply_mask(logits, self._last_mask.of(some))
+            return process(logits, at.some(some), columns, self._rows.tokens).final()
+
+        return logits_of
 
     def _logprobs(
         self,
@@ -230,6 +250,7 @@ class LogitsSampler:
         rows: NDArray[np.int32],
         places: NDArray[np.int64],
         columns: RowColumns,
+        at: SampleRows | None,
         ids: list[tuple[int, ...]] | None = None,
     ) -> list[Details]:
         """Gives the log-probabilities of some lines: of the likeliest tokens, or of those that `ids` has for each line."""
@@ -245,7 +266,9 @@ class LogitsSampler:
         index = put(lines, self._device)
         hidden, token_ids = self.hidden[index], self.sampled[index].long().clamp_(min=0)
         each = widths if self.alone else []
-        packed = logprobs.in_chunks(hidden, token_ids, max(widths), self._model.logits, chosen, alone=each)
+        logits_of = self._model.logits if at is None else self._processed(lines, at, columns)
+        normal = columns.logprobs_mode.endswith("logprobs")
+        packed = logprobs.in_chunks(hidden, token_ids, max(widths), logits_of, chosen, alone=each, normal=normal)
         # The lines of a request stand together.
         named, begins, counts = np.unique(places[lines], return_index=True, return_counts=True)
         spans = zip(named.tolist(), begins.tolist(), counts.tolist(), strict=True)

@@ -1,4 +1,5 @@
-"""Log-probabilities of sampled and prompt tokens: of the model's raw logits, before any sampling parameter (vLLM's default).
+"""Log-probabilities of sampled and prompt tokens: of the model's raw logits, before any sampling parameter (vLLM's default), or
+as --logprobs-mode says.
 
 Computed in chunks of LINES: a chunk's float32 temporaries are about 11 bytes for each of its logits, and a prompt may have thousands.
 """
@@ -18,14 +19,17 @@ from meshlm.workers.rows.extras.extra import StepExtra, StepFindings
 from meshlm.workers.rows.extras.prompt_results import PromptSpan
 
 LINES = 64
+LEAST = -9999.0  # stands for minus infinity, which JSON does not have, as in vLLM
 
 
-def packed(logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None = None) -> Tensor:
+def packed(
+    logits: Tensor, token_ids: Tensor, width: int, chosen: Tensor | None = None, *, normal: bool = True
+) -> Tensor:
     """For logits [p, vocab] and the tokens int64 [p] that came: logprob, rank, and the `width` likeliest (ids, then logprobs), or
     instead of these the tokens `chosen`, int64 [p, width].
 
-    int32 [p, 2 + 2 width] on their device, float32 by its bits: one copy brings all to the host."""
-    logprobs = logits.float().log_softmax(dim=-1)
+    int32 [p, 2 + 2 width] on their device, float32 by its bits: one copy brings all to the host. normal: else the logits themselves."""
+    logprobs = (logits.float().log_softmax(dim=-1) if normal else logits.float()).clamp(min=LEAST)
     own = logprobs.gather(1, token_ids[:, None])
     ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1
     parts = [own.view(torch.int32), ranks.int()]
@@ -45,6 +49,7 @@ def in_chunks(
     chosen: Tensor | None = None,
     *,
     alone: Sequence[int] = (),
+    normal: bool = True,
 ) -> Tensor:
     """`packed` of the logits of hidden states [p, hidden], with those of LINES positions in memory at a time.
 
@@ -55,10 +60,10 @@ def in_chunks(
         some = slice(begin, begin + LINES)
         logits, ids, asked = logits_of(hidden[some]), token_ids[some], None if chosen is None else chosen[some]
         if not alone:
-            parts.append(packed(logits, ids, width, asked))
+            parts.append(packed(logits, ids, width, asked, normal=normal))
         for nth, own in enumerate(alone[some]):
             one = slice(nth, nth + 1)
-            line = packed(logits[one], ids[one], own, None if asked is None else asked[one, :own])
+            line = packed(logits[one], ids[one], own, None if asked is None else asked[one, :own], normal=normal)
             parts.append(_widened(line, own, width))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -92,10 +92,41 @@ def sample_rows(step: StepColumns, columns: RowColumns) -> SampleRows:
     return SampleRows(rows, lens - prompt_lens, lens, prompt_lens)
 
 
+class Processed(NamedTuple):
+    """Logits [l, vocab] as the parameters of their rows have left them."""
+
+    logits: Tensor  # without temperature and truncation: greedy rows choose by these
+    scaled: Tensor | None  # with both, float32; None: all rows are greedy
+    greedy: NDArray[np.bool_]  # [l]
+
+    def final(self) -> Tensor:
+        """[l, vocab] float32: what each row's token is chosen by."""
+        if self.scaled is None:
+            return self.logits.float()
+        return torch.where(put(self.greedy, self.logits.device)[:, None], self.logits.float(), self.scaled)
+
+
 def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) -> Tensor:
     """Token ids int64 [l] for logits [l, vocab] (changed in place); an outcome (kernels/sample/outcomes.py) where none can be chosen.
 
     `tokens` int32 [max_rows, len]: all tokens by row."""
+    return chosen(process(logits, at, columns, tokens), at, columns)
+
+
+def chosen(processed: Processed, at: SampleRows, columns: RowColumns) -> Tensor:
+    """Token ids int64 [l], as of `sample`."""
+    logits, scaled, greedy = processed
+    if scaled is None:
+        return _likeliest(logits)
+    device = logits.device
+    drawn = _draw(scaled, put(uniforms(columns["seed"][at.rows], at.output_index), device))
+    if not greedy.any():
+        return drawn
+    return torch.where(put(greedy, device), _likeliest(logits), drawn)
+
+
+def process(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) -> Processed:
+    """All but the draw of `sample`. Changes the logits."""
     rows = at.rows
     listed = np.flatnonzero(columns["has_lists"][rows])
     if len(listed):
@@ -111,17 +142,13 @@ def sample(logits: Tensor, at: SampleRows, columns: RowColumns, tokens: Tensor) 
     temperature = columns["temperature"][rows]
     greedy = temperature < MIN_TEMPERATURE
     if greedy.all():
-        return _likeliest(logits)
-    device = logits.device
-    scale = put(np.where(greedy, 1.0, temperature), device)
+        return Processed(logits, None, greedy)
+    scale = put(np.where(greedy, 1.0, temperature), logits.device)
     scaled = logits.float() / scale[:, None]
     if columns.processors is not None:
         columns.processors(scaled, rows, at.lens, at.prompt_lens, tokens, True)
     _top_k_top_p(scaled, rows, columns)
-    drawn = _draw(scaled, put(uniforms(columns["seed"][rows], at.output_index), device))
-    if not greedy.any():
-        return drawn
-    return torch.where(put(greedy, device), _likeliest(logits), drawn)
+    return Processed(logits, scaled, greedy)
 
 
 def _likeliest(logits: Tensor) -> Tensor:
@@ -261,7 +288,9 @@ class TorchHead:
         columns, vocab = rows.table.columns, model.spec.vocab_size
         columns.breakers = breakers_buffer(rows.table.num_rows, vocab, self._device)
         self._mask: TokenMask | None = None
-        self._raw: Tensor | None = None  # logits before sampling changed them, of the rows that want log-probabilities
+        self._raw: Tensor | None = (
+            None  # logits of the rows that want log-probabilities, before or after sampling changed them
+        )
 
     def take_mask(self, count: int) -> I32:
         """Where the masks of so many lines are written, int32 [count, vocab / 32]."""
@@ -280,11 +309,15 @@ class TorchHead:
             adapters = batch.adapters.of_lines(batch.logits_indices)
         logits = self._model.logits(hidden) if adapters is None else adapters.logits(self._model, hidden)
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
-        self._raw = logits[put(wanted, self._device)].clone() if len(wanted) else None
+        lines, is_raw = put(wanted, self._device), columns.logprobs_mode.startswith("raw")
+        self._raw = logits[lines].clone() if len(wanted) and is_raw else None
         if self._mask is not None:
             apply_mask(logits, self._mask)
             self._mask = None
-        self.sampled = sample(logits, at, columns, self._rows.tokens).int()
+        processed = process(logits, at, columns, self._rows.tokens)
+        if len(wanted) and not is_raw:
+            self._raw = processed.final()[lines]
+        self.sampled = chosen(processed, at, columns).int()
         where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)
         self._rows.tokens[where[0], where[1]] = self.sampled.clamp(min=0)
 
@@ -299,19 +332,22 @@ class TorchHead:
             return []
         raw, self._raw = self._raw, None
         rows, ids = step.rows[step.places], self.sampled.long().clamp_(min=0)
-        widths = self._rows.table.columns["logprobs"][rows]
+        columns = self._rows.table.columns
+        widths, normal = columns["logprobs"][rows], columns.logprobs_mode.endswith("logprobs")
         counts = np.ones(len(rows), np.int32) if counts is None else counts
         lines = np.ones(len(rows), np.int32) if step.drafts is None else 1 + step.drafts.counts
         begins, found, at = np.cumsum(lines) - lines, [], 0  # at: the next line of raw
         for nth in np.flatnonzero(widths >= 0).tolist():
-            line, count, width, chosen = (
+            line, count, width, named = (
                 int(begins[nth]),
                 int(counts[nth]),
                 int(widths[nth]),
                 self._chosen(int(rows[nth])),
             )
             packed = [
-                logprobs.packed(raw[at + one : at + one + 1], ids[line + one : line + one + 1], width, chosen)
+                logprobs.packed(
+                    raw[at + one : at + one + 1], ids[line + one : line + one + 1], width, named, normal=normal
+                )
                 for one in range(count)
             ]
             found.append(Details(torch.cat(packed), [Part(int(step.places[nth]), 0, count, width)]))

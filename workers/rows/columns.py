@@ -164,6 +164,7 @@ class RowColumns(dict[str, NDArray[Any]]):
             self[column.name] = (self._on_device if column.on_device else self._on_host)[column.name]
         self.params: dict[int, SamplingParams] = {}
         self.processors: ProcessLogits | None = None  # set by the engine
+        self.logprobs_mode = "raw_logprobs"  # set by the engine, as the next (protocol/config/server.py)
         self.breakers: Tensor | None = None  # (rows/device_rows.py), where tokens are sampled
         self._write(slice(None), EMPTY, {})
 

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, strategies
 from tiny_models import spec_of
 
-from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig, SpeculativeConfig, WorkerConfig
+from meshlm.protocol.config import (
+    ExpertConfig,
+    MeshConfig,
+    ParallelConfig,
+    ServerConfig,
+    SpeculativeConfig,
+    WorkerConfig,
+)
 from meshlm.protocol.layers import Layers, LayerSpec, StateSpec
 from meshlm.runtime import platforms
 from meshlm.supervisor.api.arguments import settings_of
@@ -317,3 +324,19 @@ def test_metrics_of_requests_have_no_effect_without_drafts() -> None:
     config = flags.build({"per_request_spec_decode_metrics": "summary"}, None)
     (said,) = notes.of_idle(config, notes.Facts("cpu", transcribes=False))
     assert said == "without effect here: --per-request-spec-decode-metrics (it is of --speculative-config)"
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "refused"),
+    [("processed_logprobs", "cuda", True), ("raw_logits", "cuda", False), ("processed_logits", "cpu", False)],
+)
+def test_logprobs_of_drafts(mode: Any, device: str, refused: bool) -> None:
+    config = MeshConfig(
+        server=ServerConfig(logprobs_mode=mode), speculative=SpeculativeConfig(speculative_config='{"method": "ngram"}')
+    )
+    found = [
+        flag
+        for holds, flag, _ in flag_rules.logprobs(config, flag_rules.Facts(spec_of(), platforms.named(device)))
+        if holds
+    ]
+    assert found == ([f"--logprobs-mode {mode}"] if refused else [])

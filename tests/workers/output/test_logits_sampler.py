@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +21,7 @@ from meshlm.workers.output import logits_sampler, logprobs
 from meshlm.workers.output.grammars import TokenMask
 from meshlm.workers.output.logits_sampler import LogitsSampler
 from meshlm.workers.output.logprobs import Details, in_chunks, unpack
-from meshlm.workers.output.sampler import SampleRows, apply_mask, sample
+from meshlm.workers.output.sampler import SampleRows, apply_mask, process, sample
 from meshlm.workers.rows.columns import ALWAYS, EDITS, RowColumns, edits
 from meshlm.workers.rows.device_rows import DeviceRows
 
@@ -100,7 +101,8 @@ class Case:
         batch: Any = SimpleNamespace(columns=Columns(*columns, len(rows), self.rows.block_tables[0]), places=on_device)
         self.head.choose(self.hidden[mine], batch)
         self.head.by_torch(self.at(mine), self.table)
-        details = self.head.details(np.array(mine, np.int32), np.array(lines), self.table)
+        processed = None if self.table.logprobs_mode.startswith("raw") else self.at(mine)
+        details = self.head.details(np.array(mine, np.int32), np.array(lines), self.table, processed)
         return self.head.sampled[: len(mine)].tolist(), details
 
     def expected(self, rows: list[int]) -> list[int]:
@@ -195,6 +197,28 @@ def test_logprobs_are_of_raw_logits_and_of_the_final_token(monkeypatch: pytest.M
         logits = case.model.logits(case.hidden[rows[place] : rows[place] + 1])
         assert columns[place] == logprobs.columns(logits, torch.tensor([found[place]]), width)
     assert case.step([0, 1], None)[1] == []
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "processed_logits", "raw_logits"])
+def test_logprobs_of_other_modes(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Of every kind of row, in chunks: what the general sampler chooses by."""
+    kinds = [msgspec.structs.replace(one, logprobs=3) for one in KINDS]
+    case = Case(monkeypatch, CHUNK, kinds)
+    case.table.logprobs_mode = mode
+    rows = list(range(len(kinds)))
+    found, details = case.step(rows, None)
+    columns = {place: column for one in details for place, column in one.columns().items()}
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
+    tokens[:, :10] = torch.from_numpy(case.tokens)
+    logits = case.model.logits(case.hidden[rows])
+    if mode.startswith("processed"):
+        logits = process(logits, case.at(rows), case.table, tokens).final()
+    values = (logits.log_softmax(-1) if mode.endswith("logprobs") else logits).clamp(min=-9999.0)
+    for place in rows:
+        top = values[place].topk(3)
+        np.testing.assert_allclose(np.frombuffer(columns[place].top_logprobs, np.float32), top.values, rtol=1e-5)
+        own = np.frombuffer(columns[place].logprobs, np.float32)
+        np.testing.assert_allclose(own, values[place][[found[place]]], rtol=1e-5)
 
 
 def test_logprobs_of_certain_tokens_beside_those_of_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:

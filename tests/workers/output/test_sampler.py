@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from meshlm.kernels.sample.outcomes import NONE_LEFT, NOT_NUMBERS
 from meshlm.protocol.sampling import SamplingParams
-from meshlm.workers.output.logprobs import columns
-from meshlm.workers.output.sampler import SampleRows, sample, uniforms
+from meshlm.workers.output.logprobs import LEAST, columns
+from meshlm.workers.output.sampler import SampleRows, process, sample, uniforms
 from meshlm.workers.rows.columns import ALWAYS, RowColumns, edits
 
 VOCAB = 50
@@ -34,6 +34,22 @@ def draw(
     at = SampleRows(np.arange(n, dtype=np.int32), np.full(n, index), lens, prompt)
     found: list[int] = sample(logits.clone(), at, table, tokens).tolist()
     return found
+
+
+def test_what_tokens_are_chosen_by() -> None:
+    """Greedy rows by logits with penalties, the others by those with temperature and truncation, too."""
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
+    table = RowColumns(2)
+    for row, temperature in enumerate((0.0, 0.5)):
+        table.set(row, SamplingParams(temperature=temperature, top_k=4, logit_bias={7: 30.0}))
+    at = SampleRows(np.arange(2, dtype=np.int32), np.zeros(2, np.int64), np.ones(2, np.int64), np.ones(2, np.int64))
+    found = process(logits.clone(), at, table, torch.zeros(2, 64, dtype=torch.int32)).final()
+    logits[:, 7] += 30
+    assert torch.equal(found[0], logits[0])
+    scaled = logits[1] / 0.5
+    assert torch.equal(found[1], scaled.masked_fill(scaled < scaled.topk(4).values[-1], -torch.inf))
+    told = columns(found, torch.tensor([7, 3]), 6)
+    assert np.frombuffer(told.logprobs, np.float32)[1] == LEAST, "JSON has no infinity"
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

@@ -16,7 +16,7 @@ import structlog
 from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.operations import EndTransfer, JoinTrainer, Operation, OperationDone, OperationId, ReceiveWeights
+from meshlm.protocol.operations import EndTransfer, JoinTrainer, Operation, OperationDone, ReceiveWeights
 from meshlm.protocol.weight_transfer import GROUPS, JoinInfo, UpdateInfo, checked_update
 from meshlm.runtime.model_files import received
 
@@ -31,8 +31,9 @@ ENDED = "the weight update was ended"
 
 
 class _Job:
-    def __init__(self, operation_id: OperationId) -> None:
-        self.id, self.is_over = operation_id, False
+    def __init__(self, operation: Operation) -> None:
+        self.id, self.joins = operation.id, isinstance(operation.action, JoinTrainer)
+        self.done: OperationDone | None = None
 
 
 class WeightReceiver:
@@ -45,20 +46,27 @@ class WeightReceiver:
         self._backend = config.worker.weight_transfer
         self._source: WeightSource | None = None
         self._job: _Job | None = None
+        self._answered: OperationDone | None = None  # the newest: it is asked for again in a new session
         self._lock = threading.Lock()
 
     def handle(self, operation: Operation) -> None:
         """From the event loop. The answer follows."""
         match operation.action:
             case JoinTrainer(info=info):
-                self._begin(operation.id, partial(self._join, msgspec.json.decode(info, type=JoinInfo)))
+                self._begin(operation, partial(self._join, msgspec.json.decode(info, type=JoinInfo)))
             case ReceiveWeights() as asked:
-                self._begin(operation.id, partial(self._receive, asked))
+                self._begin(operation, partial(self._receive, asked))
             case EndTransfer(keep=keep):
                 self.end(ENDED)
                 if not self._index:
                     received.remove_others(received.folder_of(Path(self._config.run.run_dir)), keep)
                 self._say(OperationDone(operation.id))
+
+    def session_ended(self) -> None:
+        """What is being received comes to an end. A group that is being joined does not hang on the session."""
+        job = self._job
+        if job is not None and not job.joins:
+            self.end("the rank's session ended; a worker was lost, or is about to sleep")
 
     def end(self, reason: str) -> None:
         """Ends what is being done, if anything: its group is of no more use."""
@@ -70,11 +78,14 @@ class WeightReceiver:
         if job is not None:
             self._answer(job, reason)
 
-    def _begin(self, operation_id: OperationId, work: Callable[[_Job], None]) -> None:
-        if self._job is not None and self._job.id == operation_id:  # asked again
+    def _begin(self, operation: Operation, work: Callable[[_Job], None]) -> None:
+        if self._job is not None and self._job.id == operation.id:  # asked again
+            return
+        if self._answered is not None and self._answered.id == operation.id:
+            self._say(self._answered)
             return
         self.end("another call of a trainer followed")
-        self._job = job = _Job(operation_id)
+        self._job = job = _Job(operation)
         threading.Thread(target=self._run, args=(job, work), name="weights", daemon=True).start()
 
     def _run(self, job: _Job, work: Callable[[_Job], None]) -> None:
@@ -95,10 +106,10 @@ class WeightReceiver:
 
     def _answer(self, job: _Job, error: str) -> None:
         with self._lock:
-            if job.is_over:
+            if job.done is not None:
                 return
-            job.is_over = True
-        self._say(OperationDone(job.id, f"worker-{self._index}: {error}" if error else ""))
+            self._answered = job.done = OperationDone(job.id, f"worker-{self._index}: {error}" if error else "")
+        self._say(job.done)
 
     def _join(self, info: JoinInfo, job: _Job) -> None:
         from meshlm.workers.weights.transfer.groups import Broadcasts, GlooGroup
