@@ -25,6 +25,9 @@ LOOK_STORE_S = 1.0  # how often it sees whether the trainer's process is there
 LOOK_S = 0.001  # how often a thread that waits for the trainer sees whether it is to end
 PREFIX = "gloo"
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its types are not told
+_kept: list[Any] = []
+"""Groups that were aborted, kept until the process ends. The destructor of one waits for a broadcast that the trainer never sends, and
+holds Python's lock meanwhile: no thread of the worker would run."""
 
 
 class TrainerGroup(Protocol):
@@ -93,6 +96,7 @@ class GlooGroup:
 
     def abort(self) -> None:
         self._aborted.set()
+        _kept.append(self._group)
         self._group.abort()
 
 
