@@ -41,7 +41,7 @@ def test_nobody_is_told_to_install_what_no_index_has() -> None:
     assert len(texts) > 500
 
 
-@pytest.mark.parametrize("extra", ["audio", "grpc", "objects", "otel", "top", "transformers"])
+@pytest.mark.parametrize("extra", ["audio", "grpc", "media", "objects", "otel", "top", "transformers"])
 def test_what_is_missing_is_installed_by_its_own_name(extra: str) -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
     assert how_to_install(extra) == f"pip install {' '.join(repr(name) for name in wanted)}"
