@@ -104,6 +104,7 @@ class Encoder:
     def _with_media(self, prompt: Prompt, media: Media) -> tuple["array[int]", Media]:
         """The ids of a prompt with images, and these with their positions. RequestError."""
         assert isinstance(prompt, MediaPrompt)
+        param = "messages" if isinstance(prompt.prompt, ChatPrompt) else "prompt"
         match prompt.prompt:
             case ChatPrompt() as chat:
                 image = self._tokenizer.id_to_token(media.items[0].placeholder) or ""
@@ -111,9 +112,9 @@ class Encoder:
             case TextPrompt(text=text, add_special_tokens=add_special_tokens):
                 pass
             case _:
-                return expanded(self.encode(prompt.prompt), media)
+                return expanded(self.encode(prompt.prompt), media, param)
         text = with_texts(text, media, lambda token: self._tokenizer.id_to_token(token) or "")
-        return expanded(self._ids(text, add_special_tokens), media)
+        return expanded(self._ids(text, add_special_tokens), media, param)
 
     def _pair(self, prompt: PairPrompt, truncation: Truncation | None) -> tuple["array[int]", int]:
         first, second = self._plain(prompt.first), self._plain(prompt.second)

@@ -25,14 +25,15 @@ def with_texts(text: str, media: Media, text_of: Texts) -> str:
     return text
 
 
-def expanded(ids: "array[int]", media: Media) -> tuple["array[int]", Media]:
-    """The ids with the items' tokens, and the items with their positions. RequestError where there are more or fewer placeholders."""
+def expanded(ids: "array[int]", media: Media, param: str = "messages") -> tuple["array[int]", Media]:
+    """The ids with the items' tokens, and the items with their positions. RequestError where there are more or fewer placeholders; it
+    names this field of the client's."""
     left: dict[int, list[MediaItem]] = {}
     for item in media.items:
         left.setdefault(item.placeholder, []).append(item)
     for placeholder, items in left.items():
         if (count := ids.count(placeholder)) != len(items):
-            raise RequestError(ErrorKind.INVALID, _mismatch(items, count), "messages")
+            raise RequestError(ErrorKind.INVALID, _mismatch(items, count, param), param)
     found, placed, begin = array("i"), list[MediaItem](), 0
     taken = {placeholder: iter(items) for placeholder, items in left.items()}
     for place in _places(ids, left):
@@ -55,9 +56,9 @@ def _places(ids: "array[int]", wanted: dict[int, list[MediaItem]]) -> list[int]:
     return sorted(found)
 
 
-def _mismatch(items: Sequence[MediaItem], count: int) -> str:
+def _mismatch(items: Sequence[MediaItem], count: int, param: str) -> str:
     kind = items[0].kind
-    text = f"messages: the prompt has {count} placeholders for {len(items)} {kind}s"
+    text = f"{param}: the prompt has {count} placeholders for {len(items)} {kind}s"
     if count > len(items):
         return f"{text}; a text must not have the placeholder in it"
-    return f"{text}: the chat template leaves some out"
+    return f"{text}: {'the chat template leaves some out' if param == 'messages' else 'each image needs one'}"

@@ -16,7 +16,6 @@ from meshlm.frontend.dashboard.feed import Feed
 from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.listener import HttpListener, Listener
-from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.operator.mesh_operations import MeshOperations
 from meshlm.frontend.requests import submits
@@ -32,6 +31,7 @@ from meshlm.protocol.edges.text import TextDeltas
 from meshlm.protocol.operations import OperationDone
 from meshlm.protocol.wire.ids import COORDINATOR, Identity, Incarnation, Role
 from meshlm.runtime import io_processors
+from meshlm.runtime.client.media_client import MediaClient
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.errors import ProcessFatal

@@ -1,11 +1,14 @@
 """Refusals: OpenAI's error form, and Anthropic's for the paths of its API."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from msgspec import Struct
 
 from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
 
 STATUS = {
     ErrorKind.INVALID: 400,
@@ -97,6 +100,15 @@ class HttpError(Exception):
 
     def headers(self) -> dict[str, str]:
         return {"Retry-After": str(self._retry_after_s)} if self.status in (429, 503) else {}
+
+
+@contextmanager
+def as_http() -> Iterator[None]:
+    """A RequestError of this block becomes the HttpError of its kind."""
+    try:
+        yield
+    except RequestError as error:
+        raise HttpError.of_kind(error.kind, error.message, error.param) from None
 
 
 def field_error(where: str, text: str) -> HttpError:

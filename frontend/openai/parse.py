@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError, field_error
-from meshlm.frontend.media import parts
+from meshlm.frontend.http.errors import HttpError, as_http, field_error
 from meshlm.frontend.openai import embeds, limits, reasoning, sampling_params, structured, tool_choice
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
 from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
@@ -19,6 +18,7 @@ from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.samplers import breakers_of
+from meshlm.runtime.mesh import image_parts
 from meshlm.runtime.parsers import budgets, registry
 
 
@@ -161,7 +161,9 @@ def _conversation(
     messages, vectors = embeds.of_chat(request, resolved, server)
     sources = list[MediaSource]()
     if media and resolved.spec.media is not None:
-        messages, sources = parts.of_messages(messages, request.mm_processor_kwargs)
+        kwargs = request.mm_processor_kwargs
+        with as_http():
+            messages, sources = image_parts.of_messages(messages, msgspec.json.encode(kwargs) if kwargs else b"")
         _check_with_images(request, bool(sources), bool(vectors))
     elif request.mm_processor_kwargs:
         raise field_error("mm_processor_kwargs", "this model has no vision")

@@ -18,10 +18,9 @@ from starlette.responses import Response as HttpResponse
 from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
-from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.errors import HttpError, as_http, field_error
 from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
-from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
@@ -50,8 +49,8 @@ from meshlm.protocol.media import Media
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
 from meshlm.runtime.client.draft_metrics import drafts_told
+from meshlm.runtime.client.media_client import MediaClient
 from meshlm.runtime.client.placement import Choice
-from meshlm.runtime.errors import RequestError
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures
 
@@ -152,7 +151,7 @@ class Generation:
         owner = submits.salt_of(parsed_request.api_key, parsed_request.mesh.cache_salt)
         # An API key's names of images are its own.
         sources[:] = [replace(one, uuid=f"{owner} {one.uuid}") if one.uuid else one for one in sources]
-        with self._backend.requests.budget.open(parsed_request):
+        with self._backend.requests.budget.open(parsed_request), as_http():
             items = await unless_disconnected(request, self._backend.media.read(sources))
             sources.clear()
         return parsed_request.with_mesh(prompts=[MediaPrompt(prompt, (Media(items),))])
@@ -275,9 +274,8 @@ class Generation:
         try:
             if self._processors is None:
                 self._processors = await asyncio.to_thread(logits_processors.loaded, names)
-            logits_processors.check(self._processors, parsed_request.mesh.sampling)
-        except RequestError as error:
-            raise HttpError.of_kind(error.kind, error.message, error.param) from None
+            with as_http():
+                logits_processors.check(self._processors, parsed_request.mesh.sampling)
         except logits_processors.ProcessorError as error:
             raise HttpError.of_kind(ErrorKind.INTERNAL, str(error)) from None
 

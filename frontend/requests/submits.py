@@ -7,22 +7,22 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import msgspec
 
 from meshlm.frontend.http import retry
-from meshlm.frontend.http.errors import NO_AUDIO, HttpError, field_error
+from meshlm.frontend.http.errors import NO_AUDIO, HttpError, as_http, field_error
 from meshlm.frontend.openai.parsed_request import ParsedRequest
 from meshlm.protocol.audio import Audio
-from meshlm.protocol.config import MediaConfig, MeshConfig
-from meshlm.protocol.edges.media import MediaSource
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.edges.text import Retry, Submit, media_of
 from meshlm.protocol.extras import find_extra, generates
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
 from meshlm.runtime.client.placement import Choice, ResponseSink, choices_of
+from meshlm.runtime.mesh.image_parts import check_count
 
 
 class Answer(ResponseSink, Protocol):
@@ -99,7 +99,8 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     transcribes = config.resolved is not None and config.resolved.speech is not None
     if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in parsed_request.mesh.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO)
-    check_media(parsed_request.mesh.media, config.media)
+    with as_http():
+        check_count(parsed_request.mesh.media, config.media)
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     if parsed_request.mesh.deterministic and not config.worker.deterministic:
@@ -111,15 +112,6 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     if several and config.cache.prefix_caching_per_key:
         parsed_request = parsed_request.with_mesh(cache_salt=salt_of(api_key, parsed_request.mesh.cache_salt))
     return parsed_request._replace(api_key=api_key)
-
-
-def check_media(sources: Sequence[MediaSource], media: MediaConfig) -> None:
-    """HttpError where a prompt has more images than it may."""
-    for kind in {source.kind for source in sources}:
-        count = sum(source.kind == kind for source in sources)
-        if count > (most := media.limit_of(kind)):
-            flag = "--language-model-only" if media.language_model_only else "--limit-mm-per-prompt"
-            raise HttpError(400, f"messages: {count} parts with an {kind}; at most {most} ({flag})", "messages")
 
 
 def salt_of(api_key: str, cache_salt: str) -> str:

@@ -106,10 +106,7 @@ def _class_name(kind: Any) -> str:
 
 def refuse(**given: Any) -> None:
     """Refuses arguments that would change the answers and are not supported."""
-    why = {
-        "lora_request": "adapters answer with text, and this gives vectors",
-        "mm_processor_kwargs": "only text is supported",
-    }
+    why = {"lora_request": "adapters answer with text, and this gives vectors"}
     for name, value in given.items():
         if value:
             raise ValueError(f"{name}: {why[name]}")

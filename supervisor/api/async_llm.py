@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
-from meshlm.protocol.edges.text import Submit
 from meshlm.supervisor.api.arguments import EngineArgs, refuse
 from meshlm.supervisor.api.background import T, end_of, unless_ended
+from meshlm.supervisor.api.client import Sent
 from meshlm.supervisor.api.llm import LLM
 from meshlm.supervisor.api.lora import LoRARequest, extras_of
 from meshlm.supervisor.api.offline_prompts import OnePrompt, of_generate, of_tokenization
@@ -50,6 +50,7 @@ class AsyncLLM:
         *,
         lora_request: LoRARequest | None = None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -58,13 +59,14 @@ class AsyncLLM:
         reading aborts the request."""
         (extras,) = extras_of(lora_request, 1, self._llm._config)
         options, keep = of_tokenization(tokenization_kwargs)
+        options["mm_processor_kwargs"] = self._llm.checked_kwargs(mm_processor_kwargs)
         given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)._replace(extras=extras)
         (params,), ranks = self._llm._submits.checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
-        ((submit, request),) = self._llm._submits.of(iter([given]), [params], ranks, rank)
+        (sent,) = self._llm._submits.of(iter([given]), [params], ranks, rank)
         name = self._new_name(request_id)
-        stream, progress = OutputStream(params.output_kind), Progress(request, name, params)
-        work = self._open[name] = self._llm._background.start(self._follow(submit, request, params, stream, progress))
+        stream, progress = OutputStream(params.output_kind), Progress(sent.request, name, params)
+        work = self._open[name] = self._llm._background.start(self._follow(sent, params, stream, progress))
         try:
             async for found in stream.read():
                 yield found
@@ -105,17 +107,15 @@ class AsyncLLM:
             raise ValueError(f"request_id: {name!r} is the name of a request that runs")
         return name
 
-    async def _follow(
-        self, submit: Submit, request: RequestOutput, params: SamplingParams, stream: OutputStream, progress: Progress
-    ) -> None:
+    async def _follow(self, sent: Sent, params: SamplingParams, stream: OutputStream, progress: Progress) -> None:
         """In the mesh's loop: push what comes until the request's end."""
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
 
         def news(changed: list[CompletionOutput]) -> None:
             stream.push(progress.take(changed))
 
-        background, error = self._llm._background, None
-        work = background.client.run(iter([(submit, request)]), None, None if final_only else news)
+        background, request, error = self._llm._background, sent.request, None
+        work = background.client.run(iter([sent]), None, None if final_only else news)
         try:
             await unless_ended(background.supervisor, work)
             if final_only:

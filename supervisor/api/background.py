@@ -91,6 +91,7 @@ class Background:
         client.counts.drafts_told = drafts_told(self.config)
         me, incarnation = Identity(Role.FRONTEND, 0), Incarnation(time.time_ns())
         client.mesh_client.mesh = mesh = Mesh(me, incarnation, self.config, client)
+        client.images.media.send = mesh.send
         try:
             await supervisor.start()
             await mesh.open()
@@ -170,7 +171,7 @@ class Enqueued:
         run = self._background.client.run(submits, None)
         work = self._background.start(unless_ended(self._background.supervisor, run))
         self._batches.append((work, each))
-        return [request.request_id for _, request in submits]
+        return [sent.request.request_id for sent in submits]
 
     def wait(self, use_tqdm: Bar) -> list[RequestOutput]:
         """The results of all. Where a batch fails the others end all the same before its error is raised."""

@@ -6,14 +6,18 @@ Owned by background.py, in whose loop it lives. What finds no room in the mesh w
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.control import MeshStats
-from meshlm.protocol.edges.text import Accepted, Prompt, Submit
+from meshlm.protocol.edges.media import MediaRead
+from meshlm.protocol.edges.text import Accepted, MediaPrompt, PairPrompt, Prompt, Submit, media_of
+from meshlm.protocol.extras import find_extra
 from meshlm.protocol.logprobs import positions_of
+from meshlm.protocol.media import Media
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.client.draft_metrics import metrics_of
@@ -22,13 +26,21 @@ from meshlm.runtime.client.placement import Choice, RowDetails, choices_of
 from meshlm.runtime.client.questions import Reply
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.figures import Figures
+from meshlm.supervisor.api.images import Images, Picture, Pictures
 from meshlm.supervisor.api.metrics import Counts, Metric
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput, logprobs_of
 from meshlm.supervisor.errors import raised_as
 
 SENDS_A_TURN = 32  # between two looks at what came back
-Sent = tuple[Submit, RequestOutput]  # what is asked, and what its tokens go to
 News = Callable[[list[CompletionOutput]], None]
+
+
+class Sent(NamedTuple):
+    """What is asked, and what its tokens go to. pictures: whose items come to its prompt first."""
+
+    submit: Submit
+    request: RequestOutput
+    pictures: Pictures = ()
 
 
 def name_of(request_id: str, index: int) -> RequestId:
@@ -42,6 +54,7 @@ class Run:
     def __init__(self, bar: Any, news: News | None) -> None:
         self.bar, self.news = bar, news
         self.open: dict[Choice, None] = {}
+        self.reading: set[asyncio.Task[None]] = set()  # prompts whose images are not ready
         self.errors: list[str] = []
         self.all_done = asyncio.Event()
         self.changed: list[CompletionOutput] = []
@@ -50,8 +63,18 @@ class Run:
         del self.open[choice]
         if self.bar is not None:
             self.bar.update(1)
-        if not self.open:
+        self.settle()
+
+    def settle(self) -> None:
+        if not self.open and not self.reading:
             self.all_done.set()
+
+    def was_read(self, task: "asyncio.Task[None]") -> None:
+        """A prompt's images are ready, and it is open; or it never will be."""
+        self.reading.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.errors.append(str(error))
+        self.settle()
 
     def tell(self) -> None:
         changed, self.changed = self.changed, []
@@ -108,7 +131,7 @@ class OutputSink:
             self.run.ended(choice)
 
     def failed(self, choice: Choice, kind: ErrorKind, message: str, param: str) -> None:
-        self.run.errors.append(f"{param}: {message}" if param else message)
+        self.run.errors.append(message if message.startswith(param) else f"{param}: {message}")
         self.run.ended(choice)
 
 
@@ -119,6 +142,7 @@ class Client:
         self.mesh_client = MeshClient(patient=True)
         self.serving = asyncio.Event()
         self.counts, self.figures = Counts(), Figures()
+        self.images = Images()
         self._runs: set[Run] = set()
         self.new_handle = self.mesh_client.new_handle
 
@@ -130,6 +154,9 @@ class Client:
             self.counts.take(message)
             self._note_serving()
             return
+        if isinstance(message, MediaRead):
+            self.images.media.answered(message)
+            return
         self.mesh_client.on_message(peer, message, time.monotonic())
         if isinstance(message, edge.TextDeltas):
             self.mesh_client.tracker.take_counts()  # those of the outputs are kept instead
@@ -139,11 +166,15 @@ class Client:
     def on_peer_up(self, peer: Identity, incarnation: Incarnation) -> None:
         if peer.role is Role.DETOKENIZER:
             self.mesh_client.detokenizer_up(peer)
+        elif peer.role is Role.MEDIA:
+            self.images.media.up()
         self._note_serving()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self.mesh_client.detokenizer_down(peer, incarnation)
+        elif peer.role is Role.MEDIA:
+            self.images.media.down()
         self._note_serving()
 
     def flush(self) -> None:
@@ -166,12 +197,15 @@ class Client:
         self._runs.add(run)
         sent: list[RequestOutput] = []
         try:
-            for number, (submit, request) in enumerate(submits, 1):
-                self._open(submit, request, run)
+            for number, (submit, request, pictures) in enumerate(submits, 1):
+                if pictures:
+                    self._open_later(submit, request, pictures, run)
+                else:
+                    self._open(submit, request, run)
                 sent.append(request)
                 if number % SENDS_A_TURN == 0:
                     await asyncio.sleep(0)
-            if run.open:
+            if run.open or run.reading:
                 run.all_done.clear()  # those that were sent may all have ended before the next ones were
                 await run.all_done.wait()
         except BaseException:
@@ -188,7 +222,26 @@ class Client:
         run.open.update(dict.fromkeys(choices))
         self.mesh_client.open(choices, submit)
 
+    def _open_later(self, submit: Submit, request: RequestOutput, pictures: Sequence[Picture], run: Run) -> None:
+        """Once its images are ready."""
+
+        async def read() -> None:
+            media = await self.images.read(pictures, self._images_run)
+            prompt = submit.prompt
+            assert not isinstance(prompt, MediaPrompt | PairPrompt)
+            self._open(replace(submit, prompt=MediaPrompt(prompt, (media,))), request, run)
+
+        task = asyncio.create_task(read())
+        run.reading.add(task)
+        task.add_done_callback(run.was_read)
+
+    def _images_run(self) -> bool:
+        """Whether prompts with images are being answered, whose ends make room."""
+        return any(find_extra(media_of(one.submit.prompt), Media) for run in self._runs for one in run.open)
+
     def _abort(self, run: Run) -> None:
+        for task in run.reading:
+            task.cancel()
         self.mesh_client.close(list(run.open))
         for choice in run.open:
             self.counts.given_up(choice.engine)

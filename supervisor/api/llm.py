@@ -15,8 +15,9 @@ from tqdm import tqdm
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.wire.columns import ints
-from meshlm.supervisor.api import vectors
-from meshlm.supervisor.api.arguments import refuse, settings_of
+from meshlm.runtime.errors import RequestError
+from meshlm.supervisor.api import images, vectors
+from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
 from meshlm.supervisor.api.lora import LoRARequest, LoRARequests, extras_of
@@ -37,6 +38,7 @@ from meshlm.supervisor.api.sampling import SamplingParams
 from meshlm.supervisor.api.submits import Params, Submits
 from meshlm.supervisor.api.tokenizer import Tokenizer, chat_prompt
 from meshlm.supervisor.api.weights import NO_FUNCTIONS
+from meshlm.supervisor.errors import raised_as
 from meshlm.supervisor.settings import flags, node_rules, resolve, vllm_env
 
 if TYPE_CHECKING:
@@ -84,11 +86,11 @@ class LLM:
         tokenization_kwargs: Mapping[str, Any] | None = None,
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt".
+        """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt",
+        and "multi_modal_data": {"image": Pillow's image, or a list}, in the order of the model's placeholders in the text.
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
-        asked = self._adapted(self._asked(prompts, tokenization_kwargs), lora_request)
+        asked = self._adapted(self._asked(prompts, tokenization_kwargs, mm_processor_kwargs), lora_request)
         return self._run(asked, sampling_params, use_tqdm, priority)
 
     def enqueue(
@@ -102,8 +104,7 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[str]:
         """Begin what `generate` does, and do not wait: the requests' ids. `wait_for_completion` has the results. use_tqdm: ignored."""
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
-        asked = self._adapted(self._asked(prompts, tokenization_kwargs), lora_request)
+        asked = self._adapted(self._asked(prompts, tokenization_kwargs, mm_processor_kwargs), lora_request)
         return self._begin(asked, sampling_params, priority)
 
     def enqueue_chat(
@@ -118,7 +119,7 @@ class LLM:
         **options: Any,
     ) -> list[str]:
         """The same with conversations; options are those of `chat` for its template."""
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        options["mm_processor_kwargs"] = mm_processor_kwargs
         asked = self._adapted(self._conversations(messages, **options), lora_request)
         return self._begin(asked, sampling_params, priority)
 
@@ -148,17 +149,23 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, with the model's chat template. An output ends where the context does."""
-        refuse(mm_processor_kwargs=mm_processor_kwargs)
         template = (chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        asked = self._conversations(messages, chat_template_content_format, tokenization_kwargs, tools, *template)
+        form, kwargs = chat_template_content_format, mm_processor_kwargs
+        asked = self._conversations(messages, form, tokenization_kwargs, kwargs, tools, *template)
         return self._run(self._adapted(asked, lora_request), sampling_params, use_tqdm, None)
 
     def _adapted(self, asked: Asked, lora_request: LoRARequests) -> Asked:
         """The prompts with the adapters that are to answer them."""
         return asked.with_extras(extras_of(lora_request, asked.num, self._config)) if lora_request else asked
 
-    def _asked(self, prompts: Prompts, tokenization_kwargs: Mapping[str, Any] | None) -> Asked:
+    def _asked(
+        self,
+        prompts: Prompts,
+        tokenization_kwargs: Mapping[str, Any] | None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Asked:
         options, keep = of_tokenization(tokenization_kwargs)
+        options["mm_processor_kwargs"] = self.checked_kwargs(mm_processor_kwargs)
         items = many(prompts)
         made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
         return Asked(made, len(items), keep)
@@ -168,6 +175,7 @@ class LLM:
         messages: Messages,
         chat_template_content_format: str = "auto",
         tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -180,8 +188,22 @@ class LLM:
         several = all(isinstance(one, list | tuple) for one in messages)
         conversations: list[Any] = list(messages) if several else [list(messages)]
         template = (tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        made = (Given(chat_prompt(list(one), *template, **options), None) for one in conversations)
-        return Asked(made, len(conversations), keep)
+        kwargs = images.kwargs_json(self.checked_kwargs(mm_processor_kwargs))
+
+        def given(messages: list[dict[str, Any]]) -> Given:
+            pictures: images.Pictures = ()
+            if self._resolved.spec.media is not None:
+                with raised_as(ValueError, RequestError):
+                    messages, pictures = images.of_messages(messages, kwargs)
+            return Given(chat_prompt(messages, *template, **options, media=bool(pictures)), None, pictures=pictures)
+
+        return Asked((given(list(one)) for one in conversations), len(conversations), keep)
+
+    def checked_kwargs(self, mm_processor_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """ValueError where there is no processor of images."""
+        if mm_processor_kwargs and self._resolved.spec.media is None:
+            raise ValueError("mm_processor_kwargs: this model has no vision")
+        return mm_processor_kwargs
 
     def beam_search(
         self,
@@ -195,6 +217,8 @@ class LLM:
         (adapter,) = extras_of(lora_request, 1, self._config)
         items = many(prompts)
         given = [of_generate(item) for item in items]
+        if any(one.pictures for one in given):
+            raise ValueError("a prompt's 'multi_modal_data': images do not go with beam search")
         texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
         tokenized = iter(self._background.ask(self._client.tokenize(texts)))
         asked: list[tuple[Any, dict[str, Any]]] = []

@@ -10,6 +10,8 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime import tensor_files
+from meshlm.supervisor.api import images
+from meshlm.supervisor.api.images import Pictures
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
@@ -17,7 +19,8 @@ Prompts = OnePrompt | Sequence[OnePrompt]
 Texts = str | Sequence[str]
 Sizes = tuple[int, int]  # hidden_size and vocab_size, against which a prompt of vectors is checked
 NOT_SUPPORTED = {
-    **dict.fromkeys(("multi_modal_uuids", "mm_processor_kwargs"), "images and video are not supported"),
+    "multi_modal_uuids": "the same image is known by what it is",
+    "mm_processor_kwargs": "there is no image in the prompt",
     "prompt_is_token_ids": "a prompt is text, token ids or vectors",
     "token_type_ids": "LLM.score gives a pair's texts their types",
 }
@@ -30,6 +33,7 @@ class Given(NamedTuple):
     text: str | None
     cache_salt: str = ""
     extras: Extras = ()
+    pictures: Pictures = ()  # whose items come to the prompt when they are made
 
 
 class Asked(NamedTuple):
@@ -51,7 +55,13 @@ def many(prompts: Any) -> list[Any]:
     return [prompts] if single else list(prompts)
 
 
-def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | None = None) -> Given:
+def of_generate(
+    item: Any,
+    *,
+    add_special_tokens: bool = True,
+    sizes: Sizes | None = None,
+    mm_processor_kwargs: Mapping[str, Any] | None = None,
+) -> Given:
     """Text, token ids, or a dict of either, or of vectors [tokens, hidden]. sizes: None where no vectors are taken."""
     if not isinstance(item, Mapping):
         prompt = _prompt(item, add_special_tokens)
@@ -59,7 +69,10 @@ def of_generate(item: Any, *, add_special_tokens: bool = True, sizes: Sizes | No
     if "encoder_prompt" in item or "decoder_prompt" in item:
         item = _of_both(item)
     if data := item.get("multi_modal_data"):
-        return _of_audio({name: value for name, value in item.items() if name != "multi_modal_data"}, data)
+        rest = {name: value for name, value in item.items() if name != "multi_modal_data"}
+        if isinstance(data, Mapping) and data.keys() == {"image"}:
+            return _of_images(rest, data["image"], add_special_tokens, mm_processor_kwargs)
+        return _of_audio(rest, data)
     for name, value in item.items():
         if name in NOT_SUPPORTED and value is not None and not (isinstance(value, Mapping | list) and not value):
             raise ValueError(f"a prompt's {name!r}: not supported; {NOT_SUPPORTED[name]}")
@@ -93,10 +106,19 @@ def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**found, "multi_modal_data": of_encoder.get("multi_modal_data")}
 
 
+def _of_images(item: dict[str, Any], value: Any, add_special_tokens: bool, kwargs: Mapping[str, Any] | None) -> Given:
+    """A prompt in which the model's placeholders stand for images."""
+    kwargs_json = images.kwargs_json(kwargs, item.pop("mm_processor_kwargs", None))
+    given = of_generate(item, add_special_tokens=add_special_tokens)
+    if not isinstance(given.prompt, TextPrompt | TokenPrompt):
+        raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
+    return given._replace(pictures=images.of_data(value, kwargs_json))
+
+
 def _of_audio(item: Mapping[str, Any], data: Any) -> Given:
     """An audio clip, and what stands before the text that is written of it, without special tokens that nobody named."""
     if not isinstance(data, Mapping) or data.keys() != {"audio"}:
-        raise ValueError("a prompt's 'multi_modal_data': must be a dict with 'audio', and nothing else is supported")
+        raise ValueError("a prompt's 'multi_modal_data': must be a dict with 'image' or 'audio', and nothing else")
     given = of_generate(item, add_special_tokens=False)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")

@@ -65,10 +65,11 @@ def chat_prompt(
     add_generation_prompt: bool,
     continue_final_message: bool,
     add_special_tokens: bool = False,
+    media: bool = False,
 ) -> ChatPrompt:
-    """A conversation for the mesh. ValueError says what of it no template could show, such as an image."""
+    """A conversation for the mesh. media: it may have images. ValueError says what of it no template could show."""
     with raised_as(ValueError, RequestError):
-        check_messages(messages)
+        check_messages(messages, media=media)
         check_tools(tools or [])
         check_template_kwargs(template_kwargs or {})
     return ChatPrompt(

@@ -176,10 +176,10 @@ class Vectors:
         self, prompt: Any, params: PoolingParams | None, priority: int, tokenization_kwargs: Mapping[str, Any] | None
     ) -> "Future[PoolingRequestOutput]":
         """Asks for one prompt's vector, for somebody who does not wait here."""
-        ((submit, request),), (pool,) = self._asked([prompt], params, None, tokenization_kwargs)
+        ((submit, request, _),), (pool,) = self._asked([prompt], params, None, tokenization_kwargs)
 
         async def answered() -> PoolingRequestOutput:
-            asked = iter([(replace(submit, priority=priority), request)])
+            asked = iter([Sent(replace(submit, priority=priority), request)])
             work = self._client.run(asked, None)
             (found,) = await unless_ended(self._background.supervisor, work)
             return result_of(found, pool, PoolingOutput)
@@ -248,8 +248,10 @@ class Vectors:
 
     def _submits(self, given: Sequence[Given], pools: Sequence[tuple[Pool, PoolingParams]]) -> Iterator[Sent]:
         run = uuid.uuid4().hex
-        for number, ((prompt, _, salt, _), (pool, params)) in enumerate(zip(given, pools, strict=True)):
-            name = f"{run}-{number}"
+        for number, (given_prompt, (pool, params)) in enumerate(zip(given, pools, strict=True)):
+            name, prompt, salt = f"{run}-{number}", given_prompt.prompt, given_prompt.cache_salt
+            if given_prompt.pictures:
+                raise ValueError("a prompt's 'multi_modal_data': vectors are made of texts, and of no images")
             submit = Submit(
                 handles=(Handle(self._client.new_handle()),),
                 request_ids=(name_of(name, 0),),
@@ -263,7 +265,7 @@ class Vectors:
                 extras=(pool,),
             )
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
-            yield submit, RequestOutput(name, None, ids, [CompletionOutput(0)])
+            yield Sent(submit, RequestOutput(name, None, ids, [CompletionOutput(0)]))
 
     def _text(self, keep: int | None) -> TextParams:
         if keep is None:
@@ -288,6 +290,6 @@ class Vectors:
             return [PairPrompt(queries[query], documents[place], joined) for query, place in indices], indices, 0
         return [TextPrompt(text) for text in (*queries, *documents)], indices, len(queries)
 
-    def _run(self, submits: Iterator[tuple[Submit, RequestOutput]], count: int, use_tqdm: Bar) -> list[RequestOutput]:
+    def _run(self, submits: Iterator[Sent], count: int, use_tqdm: Bar) -> list[RequestOutput]:
         with progress_bar(use_tqdm, count, "Pooling") as bar:
             return self._background.ask(self._client.run(submits, bar))

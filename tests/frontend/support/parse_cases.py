@@ -19,6 +19,7 @@ TAKEN: list[tuple[str, dict[str, object], str, object]] = [
     ("both", {}, "sampling.max_tokens", 16),
     ("both", {"model": "tiny"}, "unknown_fields", ()),
     ("both", {"user": "me"}, "unknown_fields", ()),
+    ("chat", {"mm_processor_kwargs": {}}, "unknown_fields", ()),
     ("both", {"stream": True}, "stream", True),
     ("both", {"stream": True, "stream_options": {}}, "include_usage", False),
     ("both", {"stream": True, "stream_options": {"include_usage": True}}, "include_usage", True),

@@ -15,7 +15,6 @@ from meshlm.frontend.dashboard.snapshot import Facts
 from meshlm.frontend.endpoints import PluginRoute
 from meshlm.frontend.http.errors import HttpError
 from meshlm.frontend.http.rate_limits import RateLimits
-from meshlm.frontend.media.client import MediaClient
 from meshlm.frontend.openai.responses import Response
 from meshlm.frontend.operator.mesh_operations import AskedRanks
 from meshlm.frontend.requests.adapters import Adapters
@@ -41,6 +40,7 @@ from meshlm.protocol.edges.text import (
 from meshlm.protocol.edges.token import First
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle
+from meshlm.runtime.client.media_client import MediaClient
 from meshlm.runtime.client.placement import Choice, RowDetails
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures

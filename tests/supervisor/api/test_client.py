@@ -27,7 +27,7 @@ from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, 
 from meshlm.runtime.client.draft_metrics import DraftsTold, metrics_of
 from meshlm.runtime.errors import LinkFull, MessageTooLong
 from meshlm.runtime.process.deaths import MAX_DEATHS, WINDOW_S
-from meshlm.supervisor.api.client import SENDS_A_TURN, Client, name_of
+from meshlm.supervisor.api.client import SENDS_A_TURN, Client, Sent, name_of
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
 DETOKENIZER = Identity(Role.DETOKENIZER)
@@ -62,11 +62,11 @@ def ended(handle: Handle) -> TextDeltas:
     return TextDeltas(pack_i32([handle]), pack_i32([0]), b"", pack_i32([7]), ["x"], [end])
 
 
-def asks(client: Client, count: int) -> Iterator[tuple[Submit, RequestOutput]]:
+def asks(client: Client, count: int) -> Iterator[Sent]:
     for number in range(count):
         name, prompt = f"r{number}", TextPrompt("a")
         submit = Submit((client.new_handle(),), (name_of(name, 0),), prompt, SamplingParams())
-        yield submit, RequestOutput(name, "a", [], [CompletionOutput(0)])
+        yield Sent(submit, RequestOutput(name, "a", [], [CompletionOutput(0)]))
 
 
 def connected(later: int) -> tuple[Client, StubMesh]:
@@ -107,7 +107,7 @@ def test_a_prompt_that_cannot_be_made_ends_those_before_it() -> None:
     async def run() -> None:
         client, stub = connected(0)
 
-        def broken() -> Iterator[tuple[Submit, RequestOutput]]:
+        def broken() -> Iterator[Sent]:
             yield from asks(client, 3)
             raise ValueError("no prompt")
 
@@ -127,10 +127,10 @@ def test_two_callers_at_once_have_each_their_own() -> None:
         client, stub = connected(0)
         news: list[list[int]] = []
 
-        def names(prefix: str) -> Iterator[tuple[Submit, RequestOutput]]:
-            for submit, request in asks(client, 2):
+        def names(prefix: str) -> Iterator[Sent]:
+            for submit, request, _ in asks(client, 2):
                 name = name_of(f"{prefix}{request.request_id}", 0)
-                yield msgspec.structs.replace(submit, request_ids=(name,)), request
+                yield Sent(msgspec.structs.replace(submit, request_ids=(name,)), request)
 
         first = asyncio.ensure_future(client.run(names("a"), None))
         second = asyncio.ensure_future(
@@ -220,10 +220,10 @@ def last_submit(stub: SilentMesh) -> Submit:
     return message
 
 
-def two_choices(client: Client) -> Iterator[tuple[Submit, RequestOutput]]:
+def two_choices(client: Client) -> Iterator[Sent]:
     handles = (client.new_handle(), client.new_handle())
     submit = Submit(handles, (name_of("r", 0), name_of("r", 1)), TextPrompt("a"), SamplingParams(seed=40))
-    yield submit, RequestOutput("r", "a", [], [CompletionOutput(0), CompletionOutput(1)])
+    yield Sent(submit, RequestOutput("r", "a", [], [CompletionOutput(0), CompletionOutput(1)]))
 
 
 def test_each_choice_goes_on_after_its_tokens_when_its_detokenizer_dies() -> None:

@@ -33,7 +33,7 @@ def llm_of(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def seeds(llm: LLM, params: SamplingParams) -> list[int]:
     made = llm._submits.of(iter([of_generate("a"), of_generate("a")]), [params] * 2, [0, 0])
-    return [submit.sampling.seed for submit, _ in made]
+    return [submit.sampling.seed for submit, _, _ in made]
 
 
 def test_draws_follow_the_seed(llm_of: Any) -> None:

@@ -14,7 +14,7 @@ from meshlm.protocol.edges.token import First
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, FinishReason, Identity, Incarnation, Role
-from meshlm.supervisor.api.client import Client, name_of
+from meshlm.supervisor.api.client import Client, Sent, name_of
 from meshlm.supervisor.api.metrics import Counter, Counts, Gauge, Histogram, Metric
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 
@@ -132,7 +132,7 @@ def test_the_client_counts_what_it_hears() -> None:
         client.mesh_client.mesh = mesh
         client.on_peer_up(DETOKENIZER, Incarnation(1))
         submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
-        await client.run(iter([(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
+        await client.run(iter([Sent(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
         return await client.metrics("m")
 
     found = asyncio.run(run())
@@ -154,7 +154,7 @@ def test_who_gives_up_is_counted_and_has_no_latency() -> None:
         mesh.send = lambda peer, message: StubMesh.send(mesh, peer, message) if isinstance(message, AskStats) else None
         submit = Submit((client.new_handle(),), (name_of("r", 0),), TextPrompt("a"), SamplingParams())
         asked = asyncio.ensure_future(
-            client.run(iter([(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
+            client.run(iter([Sent(submit, RequestOutput("r", "a", [], [CompletionOutput(0)]))]), None)
         )
         await asyncio.sleep(0)
         asked.cancel()

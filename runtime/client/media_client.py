@@ -1,4 +1,4 @@
-"""The frontend's questions to the media process: asked again where that dies, twice at most. Owned by io.py."""
+"""A client's questions to the media process: asked again where that dies, twice at most. Frontends and the Python API have one each."""
 
 import asyncio
 import contextlib
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from msgspec import Struct
 
-from meshlm.frontend.http.errors import HttpError
 from meshlm.protocol.edges.media import CancelMedia, MediaRead, MediaSource, ReadMedia
 from meshlm.protocol.media import MediaItem
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Role
-from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong
+from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, RequestError
 
 MEDIA = Identity(Role.MEDIA)
 HOLD_S = 60.0  # that a question waits for a new media process
@@ -28,9 +27,9 @@ class Question:
     num_deaths: int = 0
 
     def refuse(self, kind: ErrorKind, message: str, param: str = "") -> None:
-        """Whoever waits gets an HttpError."""
+        """Whoever waits gets a RequestError."""
         if not self.answer.done():
-            self.answer.set_exception(HttpError.of_kind(kind, message, param))
+            self.answer.set_exception(RequestError(kind, message, param))
 
 
 class MediaClient:
@@ -42,7 +41,7 @@ class MediaClient:
         self._next = 0
 
     async def read(self, sources: Sequence[MediaSource]) -> tuple[MediaItem, ...]:
-        """The items of these sources. HttpError."""
+        """The items of these sources. RequestError."""
         self._next += 1
         message = ReadMedia(Handle(self._next), tuple(sources))
         question = self._open[message.handle] = Question(message, asyncio.get_running_loop().create_future())
@@ -54,7 +53,7 @@ class MediaClient:
             if question.is_sent and (not question.answer.done() or question.answer.cancelled()):
                 self._cancel(message.handle)
         if found.error:
-            raise HttpError.of_kind(found.kind, found.error, found.param)
+            raise RequestError(found.kind, found.error, found.param)
         return found.items
 
     def _ask(self, question: Question) -> None:

@@ -1,18 +1,20 @@
 """The images among the parts of a chat's messages: what the template is given in their place, and where they come from. Pure.
 
 OpenAI's form is `{"type": "image_url", "image_url": {"url": ...}}`, that of /v1/responses `{"type": "input_image", "image_url": ...}`.
-A `uuid` beside it names the image for later requests, which may send it without a url; vLLM has that. HttpError names the part.
+A `uuid` beside it names the image for later requests, which may send it without a url; vLLM has that. RequestError names the part.
+Called by frontends and by `LLM.chat`.
 """
 
 import base64
 import binascii
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-import msgspec
-
-from meshlm.frontend.http.errors import HttpError
+from meshlm.protocol.config.media import MediaConfig
 from meshlm.protocol.edges.media import MediaSource
+from meshlm.protocol.wire.ids import ErrorKind
+from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh.messages import IMAGE
 
 URL_TYPES = ("image_url", "input_image")
@@ -20,13 +22,19 @@ DETAILS = (None, "auto", "low", "high", "original")  # of OpenAI's; the model's 
 MAX_URL = 8192  # letters of a URL that is no data: URL
 MAX_UUID = 256
 SCHEMES = ("http://", "https://", "file://")
+ReadPart = Callable[[dict[str, Any], str, bytes], MediaSource]
 
 
 def of_messages(
-    messages: list[dict[str, Any]], processor_kwargs: dict[str, Any] | None
+    messages: list[dict[str, Any]], kwargs_json: bytes, read: ReadPart | None = None, types: Sequence[str] = URL_TYPES
 ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
-    """The messages as a template takes them, and the images in their order."""
-    kwargs = msgspec.json.encode(processor_kwargs) if processor_kwargs else b""
+    """The messages as a template takes them, and the images in their order. kwargs_json: for the model's processor. read: what makes a
+    source of a part of these types, with its path; `source_of` where it is None."""
+    read = read or source_of
+
+    def is_image(part: Any) -> bool:
+        return isinstance(part, dict) and part.get("type") in types
+
     found, sources = list(messages), list[MediaSource]()
     for place, message in enumerate(messages):
         content = message.get("content")
@@ -35,7 +43,7 @@ def of_messages(
         parts = []
         for index, part in enumerate(content):
             if is_image(part):
-                sources.append(_source(part, f"messages[{place}].content[{index}]", kwargs))
+                sources.append(read(part, f"messages[{place}].content[{index}]", kwargs_json))
                 part = IMAGE
             elif isinstance(part, dict) and part.get("type") == IMAGE["type"]:
                 raise _wrong(f"messages[{place}].content[{index}]", "give an image as a part of type 'image_url'")
@@ -44,11 +52,18 @@ def of_messages(
     return found, sources
 
 
-def is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in URL_TYPES
+def check_count(sources: Sequence[MediaSource], media: MediaConfig, param: str = "messages") -> None:
+    """RequestError where a prompt has more images than it may."""
+    for kind in {source.kind for source in sources}:
+        count = sum(source.kind == kind for source in sources)
+        if count > (most := media.limit_of(kind)):
+            flag = "--language-model-only" if media.language_model_only else "--limit-mm-per-prompt"
+            text = f"{param}: {count} parts with an {kind}; at most {most} ({flag})"
+            raise RequestError(ErrorKind.INVALID, text, param)
 
 
-def _source(part: dict[str, Any], where: str, kwargs: bytes) -> MediaSource:
+def source_of(part: dict[str, Any], where: str, kwargs: bytes) -> MediaSource:
+    """Where the image of a part of URL_TYPES comes from. RequestError."""
     given, detail, uuid = part.get("image_url"), part.get("detail"), part.get("uuid")
     if isinstance(given, dict):
         detail = given.get("detail", detail)
@@ -101,5 +116,5 @@ def _empty(where: str) -> bytes:
     raise _wrong(where, "the data: URL is empty")
 
 
-def _wrong(where: str, text: str) -> HttpError:
-    return HttpError(400, f"{where}: {text}", where.partition("[")[0])
+def _wrong(where: str, text: str) -> RequestError:
+    return RequestError(ErrorKind.INVALID, f"{where}: {text}", where.partition("[")[0])
