@@ -12,6 +12,7 @@ from meshlm.detokenizer.aborts import Aborts
 from meshlm.detokenizer.events import Effect
 from meshlm.detokenizer.incarnations import Incarnations
 from meshlm.detokenizer.journal import Journal
+from meshlm.detokenizer.leases import digests_of
 from meshlm.detokenizer.request_state import REPETITION_DETECTED, RequestState
 from meshlm.detokenizer.states import RequestStatus
 from meshlm.protocol.edges.admit import AbortRequests, Admit, Readmit, Routed, SchedulerIncarnation
@@ -22,6 +23,8 @@ from meshlm.runtime.process.counts import Counts
 from meshlm.runtime.process.deaths import MAX_DEATHS, one_more, poison, too_many
 from meshlm.runtime.process.events import PeerLost, PeerUp, Send
 from meshlm.runtime.process.in_hand import short
+
+MEDIA_GONE = "the file of one of the request's images is gone from the host's shared memory; send the request again"
 
 
 class Attempts:
@@ -50,6 +53,8 @@ class Attempts:
             return self._end(request, FinishReason.LENGTH)
         if request.repeats:
             return self._end(request, FinishReason.REPETITION, REPETITION_DETECTED)
+        if request.lacks_media:
+            return self._end(request, FinishReason.ERROR, None, MEDIA_GONE, ErrorKind.OVERLOADED)
         return self._ask(request)
 
     def _ask(self, request: RequestState) -> list[Effect]:
@@ -89,6 +94,19 @@ class Attempts:
 
     def stranger(self, sender: Identity, handle: int) -> list[Effect]:
         return [Send(sender, Disown(pack_i32([handle])))] if self._aborts.stranger(handle) else []
+
+    def media_gone(self, digests: frozenset[bytes]) -> list[Effect]:
+        """The files of these images are gone. What a scheduler has begun goes on with what is computed; what has not, or begins
+        again, ends: its worker would read the file."""
+        effects: list[Effect] = []
+        for request in list(self._journal.by_id.values()):
+            if not digests_of(request) & digests:
+                continue
+            request.lacks_media = True
+            if request.status in (RequestStatus.UNASKED, RequestStatus.ASKED, RequestStatus.ROUTED):
+                self._end(request, FinishReason.ERROR, None, MEDIA_GONE, ErrorKind.OVERLOADED)
+                effects += self.say_abort((request.work_id,))
+        return effects
 
     # --- incarnations and deaths ---
 

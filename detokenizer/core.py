@@ -23,6 +23,7 @@ from meshlm.detokenizer.states import IN_ATTEMPT
 from meshlm.protocol.counts import DETOKENIZER
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.admit import Admit, RankLost, Readmit, Refused, Routed, SchedulerIncarnation
+from meshlm.protocol.edges.media import MediaGone
 from meshlm.protocol.edges.text import PositionLogprobs, Rejected, Submit
 from meshlm.protocol.edges.token import AttachTokens, Ended, TokenDeltas
 from meshlm.protocol.extras import generates
@@ -107,6 +108,8 @@ class Detokenizer:
                 return self.attempts.rank_lost(lost.scheduler)
             case Readmit() as readmit:
                 return self.attempts.readmit(readmit)
+            case MediaGone(digests=digests):
+                return self.attempts.media_gone(frozenset(digests))
         return []
 
     # --- prompts ---

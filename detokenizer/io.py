@@ -282,9 +282,8 @@ class DetokenizerApp(App):
             case edge.Tokenize() | edge.Detokenize():
                 self._questions.ask(peer, message)
                 return
-            case MediaGone(digests=digests):  # a request that needs one again fails, and says so
+            case MediaGone(digests=digests):
                 self._mesh.log.warning("files of images are gone", number=len(digests))
-                return
             case edge.Cancel():
                 self._questions.cancel(peer, message.handle)
                 return

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from meshlm.detokenizer.request_state import RequestState
+from meshlm.detokenizer.states import RequestStatus
 from meshlm.protocol.edges.media import RENEW_S, RenewMedia
 from meshlm.protocol.edges.text import media_of
 from meshlm.protocol.extras import find_extra
@@ -11,6 +12,12 @@ from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime.process.events import Send
 
 MEDIA = Identity(Role.MEDIA)
+
+
+def digests_of(request: RequestState) -> frozenset[bytes]:
+    """Those of the images in its prompt."""
+    media = find_extra(media_of(request.submit.prompt), Media)
+    return frozenset(item.digest for item in media.items) if media is not None else frozenset()
 
 
 class Leases:
@@ -24,6 +31,6 @@ class Leases:
         if now < self._next and not at_once:
             return []
         self._next = now + RENEW_S
-        found = (find_extra(media_of(request.submit.prompt), Media) for request in requests)
-        digests = {item.digest for media in found if media is not None for item in media.items}
+        running = (request for request in requests if request.status is not RequestStatus.FINISHED)
+        digests = frozenset().union(*map(digests_of, running))
         return [Send(MEDIA, RenewMedia(tuple(sorted(digests))))] if digests else []

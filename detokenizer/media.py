@@ -17,20 +17,30 @@ Texts = Callable[[int], str]  # the text of a placeholder's token
 
 
 def with_texts(text: str, media: Media, text_of: Texts) -> str:
-    """The text with what stands around the placeholders: those of each kind in their order, all at once."""
-    for item in {(item.placeholder, item.before, item.after): item for item in media.items}.values():
-        if item.before or item.after:
-            placeholder = text_of(item.placeholder)
-            text = text.replace(placeholder, f"{item.before}{placeholder}{item.after}")
+    """The text with what stands around the placeholders: the n-th item's around the n-th placeholder of its kind."""
+    for placeholder, items in by_placeholder(media).items():
+        mark = text_of(placeholder)
+        if not mark or not any(item.before or item.after for item in items):
+            continue
+        first, *others = text.split(mark)
+        if len(others) == len(items):  # else `expanded` refuses the prompt
+            pairs = zip(items, others, strict=True)
+            text = first + "".join(f"{item.before}{mark}{item.after}{other}" for item, other in pairs)
     return text
+
+
+def by_placeholder(media: Media) -> dict[int, list[MediaItem]]:
+    """The items by the token that a template writes for them, in their order."""
+    found: dict[int, list[MediaItem]] = {}
+    for item in media.items:
+        found.setdefault(item.placeholder, []).append(item)
+    return found
 
 
 def expanded(ids: "array[int]", media: Media, param: str = "messages") -> tuple["array[int]", Media]:
     """The ids with the items' tokens, and the items with their positions. RequestError where there are more or fewer placeholders; it
     names this field of the client's."""
-    left: dict[int, list[MediaItem]] = {}
-    for item in media.items:
-        left.setdefault(item.placeholder, []).append(item)
+    left = by_placeholder(media)
     for placeholder, items in left.items():
         if (count := ids.count(placeholder)) != len(items):
             raise RequestError(ErrorKind.INVALID, _mismatch(items, count, param), param)

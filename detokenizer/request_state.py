@@ -72,6 +72,7 @@ class RequestState:
     first: First | None = None
     finished: Finished | None = None
     hidden: bool = False  # the last token is not shown
+    lacks_media: bool = False  # the file of one of its images is gone, so no other attempt can begin
     tail: str = ""  # text behind the last token's
     pooled: bytes = b""  # the vector, at the end
 

@@ -49,6 +49,12 @@ class FileCache:
         self.num_bytes += size - freed
         return going
 
+    def keep_only(self, digests: frozenset[bytes]) -> None:
+        """Forgets the other files, with a lease or without: they are not there any more."""
+        for digest in self._files.keys() - digests:
+            size, _ = self._files.pop(digest)
+            self.num_bytes -= size
+
     def num_leased(self, now: float) -> int:
         """Files with a lease."""
         return sum(until > now for _, until in self._files.values())

@@ -11,7 +11,20 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from meshlm.mediaproc.cache import FileCache
-from meshlm.mediaproc.events import Drop, Effect, Event, Found, Gather, Gathered, Keep, Made, Make, Refusal
+from meshlm.mediaproc.events import (
+    Drop,
+    Effect,
+    Event,
+    Found,
+    Gather,
+    Gathered,
+    Keep,
+    Listed,
+    Made,
+    Make,
+    Refusal,
+    Skipped,
+)
 from meshlm.protocol.counts import MEDIA
 from meshlm.protocol.edges.media import CancelMedia, MediaGone, MediaRead, MediaSource, ReadMedia, RenewMedia
 from meshlm.protocol.media import MediaItem
@@ -41,12 +54,13 @@ class Asked:
 
 @dataclass(slots=True)
 class Job:
-    """A source on its way, and who waits for its item: with each the number of the source there."""
+    """A source on its way, and who waits for its item: with each the number of the source there. The same handle may be another
+    question by then, of another incarnation, so the question itself is kept, too."""
 
     source: MediaSource
-    waiters: list[tuple[Asker, int]]
+    waiters: list[tuple[Asker, Asked, int]]
     num_bytes: int = 0
-    key: bytes = b""
+    key: bytes = b""  # once its bytes are there
 
 
 class MediaCore:
@@ -74,21 +88,26 @@ class MediaCore:
                 gone = tuple(digest for digest in renew.digests if not self.files.lease(digest, now))
                 return [Send(event.sender, MediaGone(gone))] if gone else []
             case PeerLost():
-                lost = [asker for asker in self.asked if asker[0] == event.identity]
-                for asker in lost:
+                lost = event.identity, event.incarnation
+                here = [asker for asker, asked in self.asked.items() if (asker[0], asked.incarnation) == lost]
+                for asker in here:
                     del self.asked[asker]
             case Found(files=files):
                 return [Drop(digest.hex()) for digest, size in files if self.files.add(digest, size, now) is None]
+            case Listed(digests=digests):
+                self.files.keep_only(digests)
             case Gathered():
                 return self._gathered(event, now)
             case Made():
                 return self._made(event, now)
+            case Skipped(effect=effect):  # somebody may have come for it since
+                return [effect] if self.is_wanted(effect.job) else self._dropped(effect.job)
         return []
 
     def is_wanted(self, job: int) -> bool:
         """Whether somebody waits for this job still. Threads ask before they begin."""
         found = self.jobs.get(job)
-        return found is not None and any(asker in self.asked for asker, _ in found.waiters)
+        return found is not None and any(self.asked.get(asker) is asked for asker, asked, _ in found.waiters)
 
     # --- questions ---
 
@@ -111,7 +130,7 @@ class MediaCore:
                 asked.items[number] = known
                 continue
             self._next_job += 1
-            self.jobs[self._next_job] = Job(source, [(asker, number)], len(source.data))
+            self.jobs[self._next_job] = Job(source, [(asker, asked, number)], len(source.data))
             self.num_waiting_bytes += len(source.data)
             effects.append(Gather(self._next_job, source))
         return [*effects, *self._answered(asker)]
@@ -148,7 +167,9 @@ class MediaCore:
     # --- what comes of jobs ---
 
     def _gathered(self, event: Gathered, now: float) -> list[Effect]:
-        job = self.jobs[event.job]
+        job = self.jobs.get(event.job)
+        if job is None or job.key:
+            return []  # it was said before
         if event.refusal is not None:
             return self._end(event.job, event.refusal)
         self.num_waiting_bytes += len(event.data) - job.num_bytes
@@ -166,6 +187,9 @@ class MediaCore:
         return [Make(event.job, replace(job.source, data=b""), event.data)]
 
     def _made(self, event: Made, now: float) -> list[Effect]:
+        job = self.jobs.get(event.job)
+        if job is None or not job.key:  # it was said before
+            return [Drop(event.part)] if event.part else []
         if (item := event.item) is None:
             assert event.refusal is not None
             return self._end(event.job, event.refusal)
@@ -178,18 +202,22 @@ class MediaCore:
             self.counts.add("media_evicted", amount=len(going))
             effects += [*(Drop(digest.hex()) for digest in going), Keep(event.part, item.digest)]
         item = replace(item, path=f"{self._folder}/{item.digest.hex()}")
-        self._remember(self.jobs[event.job].key, item)
+        self._remember(job.key, item)
         return [*effects, *self._end(event.job, item)]
 
+    def _dropped(self, number: int) -> list[Effect]:
+        """Nobody waits for this job."""
+        return self._end(number, None) if number in self.jobs else []
+
     def _end(self, number: int, found: MediaItem | Refusal | None) -> list[Effect]:
-        """The job is over: whoever waits for it has an item more, or is refused. None: another job has its waiters."""
+        """The job is over: whoever waits for it has an item more, or is refused. None: nobody waits for it, or for another job."""
         job = self.jobs.pop(number)
         self.num_waiting_bytes -= job.num_bytes
         if self._by_key.get(job.key) == number:
             del self._by_key[job.key]
         effects: list[Effect] = []
-        for asker, place in job.waiters if found is not None else ():
-            if (asked := self.asked.get(asker)) is None:
+        for asker, asked, place in job.waiters if found is not None else ():
+            if self.asked.get(asker) is not asked:
                 continue
             if isinstance(found, Refusal):
                 del self.asked[asker]
@@ -208,5 +236,5 @@ class MediaCore:
         assert self.num_waiting_bytes == sum(job.num_bytes for job in self.jobs.values())
         assert all(self.jobs[number].key == key for key, number in self._by_key.items())
         for asker, asked in self.asked.items():
-            waits = {place for job in self.jobs.values() for one, place in job.waiters if one == asker}
+            waits = {place for job in self.jobs.values() for _, one, place in job.waiters if one is asked}
             assert waits | asked.items.keys() == set(range(len(asked.sources))), asker

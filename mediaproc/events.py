@@ -40,6 +40,12 @@ class Made(Struct, frozen=True):
     refusal: Refusal | None = None
 
 
+class Listed(Struct, frozen=True):
+    """The files that are there: those of any other digest have vanished."""
+
+    digests: frozenset[bytes]
+
+
 class Gather(Struct, frozen=True):
     """Get the bytes of this source, and come back with Gathered(job)."""
 
@@ -55,6 +61,12 @@ class Make(Struct, frozen=True):
     data: bytes
 
 
+class Skipped(Struct, frozen=True):
+    """Nobody waited for it any more when its turn came, so it was not done."""
+
+    effect: Gather | Make
+
+
 class Keep(Struct, frozen=True):
     """The file `part` is that of this digest from now on."""
 
@@ -68,5 +80,5 @@ class Drop(Struct, frozen=True):
     name: str
 
 
-Event = Received | PeerLost | Found | Gathered | Made
+Event = Received | PeerLost | Found | Listed | Gathered | Made | Skipped
 Effect = Send | Gather | Make | Keep | Drop

@@ -22,7 +22,20 @@ from msgspec import Struct
 from meshlm.mediaproc import fetch
 from meshlm.mediaproc.addresses import Refused
 from meshlm.mediaproc.core import MediaCore
-from meshlm.mediaproc.events import Drop, Effect, Event, Found, Gather, Gathered, Keep, Made, Make, Refusal
+from meshlm.mediaproc.events import (
+    Drop,
+    Effect,
+    Event,
+    Found,
+    Gather,
+    Gathered,
+    Keep,
+    Listed,
+    Made,
+    Make,
+    Refusal,
+    Skipped,
+)
 from meshlm.mediaproc.making import Order, Outcome, Settings
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
@@ -43,6 +56,7 @@ from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 Work = Callable[[Gather | Make], Event]
 GIB = 1 << 30
 TICK_S = 1.0
+LIST_TICKS = 10  # between two looks at the files that are there
 PART = ".part"
 OWNER = "run_dir"  # supervisor/processes/shared_folders.py reads it
 NEEDED = ("PIL", "transformers")  # packages of the extra `media`
@@ -120,18 +134,24 @@ class MediaApp(App):
 
     def _found(self) -> list[tuple[bytes, int]]:
         """The files of earlier incarnations. Unfinished ones are removed: whoever wrote them is gone."""
-        found = []
-        for entry in os.scandir(self._folder):
-            if entry.name.endswith(PART):
-                os.unlink(entry.path)
-            elif len(entry.name) == 2 * DIGEST_BYTES:
-                found.append((bytes.fromhex(entry.name), entry.stat().st_size))
-        return found
+        for path in self._folder.glob(f"*{PART}"):
+            path.unlink(missing_ok=True)
+        return self._listed()
+
+    def _listed(self) -> list[tuple[bytes, int]]:
+        """Digest and bytes of each file; none where the folder is gone."""
+        try:
+            found = [entry for entry in os.scandir(self._folder) if len(entry.name) == 2 * DIGEST_BYTES]
+            return [(bytes.fromhex(entry.name), entry.stat().st_size) for entry in found]
+        except OSError:
+            return []
 
     def _tick(self) -> None:
         self._mesh.call_later(TICK_S, self._tick)  # first: one that fails is not the last
         assert self._core is not None
         self._ticks += 1
+        if self._ticks % LIST_TICKS == 0:
+            self._do(Listed(frozenset(digest for digest, _ in self._listed())))
         files, gauges = self._core.files, self._core.counts.gauges
         leased = files.num_leased(self._now())
         gauges["media_files"] = {"in_use": leased, "kept": len(files) - leased}
@@ -166,8 +186,7 @@ class MediaApp(App):
         """Does the work of an effect, and tells the core of it. What fails there is told, too: somebody waits."""
         assert self._core is not None
         if not self._core.is_wanted(effect.job):
-            refusal = Refusal("nobody waits for it", ErrorKind.INTERNAL)
-            event: Event = _of(effect, refusal)
+            event: Event = Skipped(effect)
         else:
             try:
                 event = in_hand.holding(f"media {effect.job}", work, effect)

@@ -1,14 +1,20 @@
 """A small model that sees, served whole on the CPU: its answers are transformers' own, and a worker's death changes none of them."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from image_files import data_url
-from image_requests import ask, body, cached, fresh, ids_of, part, stream
+from image_requests import LIMIT_S, ask, body, cached, fresh, ids_of, part, stream
 from serving import Serving, serving
 from small_seer import Seer
+
+from meshlm.detokenizer.attempts import MEDIA_GONE
+from meshlm.protocol.media import DIGEST_BYTES
+from meshlm.runtime.process.shared_memory import folder_of
 
 pytestmark = pytest.mark.mesh
 COUNT = 8
@@ -47,3 +53,27 @@ def test_a_worker_that_dies_changes_nothing(model: Seer, server: Serving) -> Non
 
     assert stream(server, asked, kill) == whole
     assert not victims
+
+
+def test_an_image_whose_file_has_vanished_ends_its_own_request_with_an_error(model: Seer, server: Serving) -> None:
+    """A worker that died needs it again."""
+    image, victims, files = fresh(), [server.pid("worker")], folder_of(server.run_dir)
+    asked = {**body("and ", part(data_url(image)), "?", count=300, temperature=0), "stream": True}
+    errors, count = list[str](), 0
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=asked, timeout=LIMIT_S) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            event = json.loads(line[6:]) if line.startswith("data: {") else {}
+            errors += [event["error"]["message"]] if "error" in event else []
+            count += sum(len(choice.get("token_ids") or ()) for choice in event.get("choices", ()))
+            if count >= 3 and victims:
+                for path in files.iterdir():
+                    if len(path.name) == 2 * DIGEST_BYTES:
+                        path.unlink()
+                os.kill(victims.pop(), signal.SIGKILL)
+    assert count < 300
+    (error,) = errors
+    assert "the image's tensors cannot be read" in error or error == MEDIA_GONE
+    text = ask(server, "text alone", count=COUNT, temperature=0)
+    assert text.status_code == 200
