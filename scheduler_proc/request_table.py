@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Container
 from meshlm.protocol.edges.admit import Assign, EngineRequest, GiveBack, Readmit
 from meshlm.protocol.edges.step import RowFailed
 from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDeltas
+from meshlm.protocol.extras import find_extra
+from meshlm.protocol.media import Media
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
@@ -23,6 +25,8 @@ from meshlm.scheduler_proc.preparations import Preparations
 from meshlm.scheduler_proc.request import Request
 from meshlm.scheduler_proc.states import RequestState
 from meshlm.scheduler_proc.workers import Workers
+
+SHARED_IMAGE = "the same image could not be encoded for another request just now; send the request again"
 
 
 class RequestTable:
@@ -106,10 +110,21 @@ class RequestTable:
 
     def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
         """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
+        media = find_extra(request.work.extras, Media)
+        if media is not None and failed.kind is ErrorKind.INTERNAL:
+            self._forget_images(request, media, output)
         param = (failed.param or _constraint(request.work)) if failed.kind is not ErrorKind.INTERNAL else ""
         kind = ErrorKind.INTERNAL if failed.kind is ErrorKind.INVALID and not param else failed.kind
         message = f"{param}: {failed.message}" if param else failed.message
         self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])
+
+    def _forget_images(self, request: Request, media: Media, output: Output) -> None:
+        """A worker had no vectors for one of the images, and computed the step without: no other request may find that. One that did so
+        already, as steps are planned ahead, ends too."""
+        wrong = self.batching.kv.forget(request, min(item.position for item in media.items))
+        for other in list(self.by_id.values()):
+            if other is not request and not wrong.isdisjoint(other.blocks):
+                self.finish(other, output, FinishReason.ERROR, SHARED_IMAGE, ErrorKind.OVERLOADED)
 
     def too_long(self, detokenizer: Identity, deltas: TokenDeltas, text: str) -> list[Send]:
         """No frame holds these rows of ours: their requests end where they were before."""

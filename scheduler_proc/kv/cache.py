@@ -336,6 +336,11 @@ class KVCache:
         if sent and self._sending:
             self._sent()
 
+    def forget(self, request: Request, position: int) -> set[BlockId]:
+        """What was computed of the request from this token on is wrong: nobody finds it any more. Gives the pages that had it."""
+        keys = (kind.key(one) for one in request.hashes[position // self.block_size :] for kind in self._kinds)
+        return {page for key in list(keys) for page in self.pool.forget(key)}
+
     def _leave(self, request: Request, begin: int, end: int) -> None:
         """Checkpoints behind its blocks from `begin` up to `end` go to the pool with the step that computes them."""
         width, blocks, num_freed = self.num_groups, request.blocks, request.num_freed

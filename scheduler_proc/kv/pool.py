@@ -125,6 +125,13 @@ class BlockPool:
                 if self._forgotten:
                     self._forgotten.pop(block, None)
 
+    def forget(self, key: bytes) -> Sequence[BlockId]:
+        """What is cached under this key is not what the key says: nobody finds it any more. Gives its pages."""
+        pages = self._cached.get(key, ())
+        if pages:
+            self._evict(key)
+        return pages
+
     def num_evicted(self, keys: Iterable[bytes]) -> int:
         """The number of these keys that were known, and whose pages were needed for others."""
         return sum(map(self._ghosts.__contains__, keys))

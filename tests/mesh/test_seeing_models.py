@@ -11,6 +11,7 @@ from image_files import data_url
 from image_requests import LIMIT_S, ask, body, cached, fresh, ids_of, part, stream
 from serving import Serving, serving
 from small_seer import Seer
+from waiting import until
 
 from meshlm.detokenizer.attempts import MEDIA_GONE
 from meshlm.protocol.media import DIGEST_BYTES
@@ -56,7 +57,7 @@ def test_a_worker_that_dies_changes_nothing(model: Seer, server: Serving) -> Non
 
 
 def test_an_image_whose_file_has_vanished_ends_its_own_request_with_an_error(model: Seer, server: Serving) -> None:
-    """A worker that died needs it again."""
+    """A worker that dies would need it again. Later the same image is read anew."""
     image, victims, files = fresh(), [server.pid("worker")], folder_of(server.run_dir)
     asked = {**body("and ", part(data_url(image)), "?", count=300, temperature=0), "stream": True}
     errors, count = list[str](), 0
@@ -77,3 +78,13 @@ def test_an_image_whose_file_has_vanished_ends_its_own_request_with_an_error(mod
     assert "the image's tensors cannot be read" in error or error == MEDIA_GONE
     text = ask(server, "text alone", count=COUNT, temperature=0)
     assert text.status_code == 200
+
+    def is_read_anew() -> bool:
+        answer = ask(server, "now ", part(data_url(image)), count=COUNT, temperature=0)
+        if answer.status_code != 200:
+            return False
+        prompt, tokens = ids_of(answer)
+        assert tokens == model.expected(prompt, tokens, image)
+        return True
+
+    until(is_read_anew, limit_s=60)

@@ -4,23 +4,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from bench import Bench, limits, reference
+from bench import LIFE, WORKER, Bench, limits, reference
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from meshlm.coordinator.prefix_index import chain_of
 from meshlm.protocol.audio import Audio
-from meshlm.protocol.edges.step import StepPlan
+from meshlm.protocol.edges.step import RowFailed, StepPlan
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.extras import Extras, key_parts
 from meshlm.protocol.grammar import Grammar, GrammarKind
 from meshlm.protocol.media import Media, MediaItem
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints, pack_i32
-from meshlm.protocol.wire.ids import FinishReason
-from meshlm.runtime.process.events import Send
+from meshlm.protocol.wire.ids import ErrorKind, FinishReason
+from meshlm.runtime.process.events import Received, Send
 from meshlm.scheduler_proc.extras import end_between
+from meshlm.scheduler_proc.request_table import SHARED_IMAGE
 
 
 class Picture(ExtraKind, frozen=True):
@@ -153,3 +154,30 @@ def test_a_cut_keeps_whole_images_alone() -> None:
     assert MEDIA.cut(0, 30) is MEDIA.cut(100, 150) is None
     with pytest.raises(ValueError, match="the cut at 40 to 100 goes through the image at 30"):
         MEDIA.cut(40, 170)
+
+
+def test_nobody_finds_what_was_computed_without_an_image() -> None:
+    """The text before it stays; who found the blocks already, as steps are planned ahead, ends too."""
+    bench = Bench(limits(max_num_batched_tokens=128), 40, 8)
+    media = Media((MediaItem("image", b"d" * 32, pack_i32([5] * 20), b"\1" * 20, 20),))
+    prompt = [*range(7, 27), *[5] * 20, *range(7, 17)]
+    bench.assign(0, [7, 8, 9], 1)
+    bench.assign(1, prompt, 4, extras=(media,))
+    bench.assign(2, prompt, 4, extras=(media,))
+    bench.assign(3, prompt[:20] + [9] * 12, 4)
+    while not (plan := bench.plans[0]).new_rows or plan.new_rows[0].num_prompt_tokens != len(prompt):
+        bench.step()
+    assert [ints(one.counts) for one in bench.plans] == [[50], [1, 2, 16]], "both find what the first one is to compute"
+    failed = {0: RowFailed("the image cannot be encoded", ErrorKind.INTERNAL)}
+    bench.event(Received(WORKER, LIFE, replace(bench.model.run(bench.plans.popleft()), failed=failed)))
+    assert {handle: end for handle, end in bench.ended.items() if handle} == {
+        1: FinishReason.ERROR,
+        2: FinishReason.ERROR,
+    }
+    assert (bench.error_kinds[1], bench.error_kinds[2]) == (ErrorKind.INTERNAL, ErrorKind.OVERLOADED)
+    assert (bench.refused[1], bench.refused[2]) == (": the image cannot be encoded", f": {SHARED_IMAGE}")
+    bench.finish()
+    bench.assign(4, prompt, 4, extras=(media,))
+    bench.finish()
+    assert bench.tokens[4] == reference(prompt, 4)
+    assert (bench.cached[3], bench.cached[4]) == (16, 16), "of the text before the image"
