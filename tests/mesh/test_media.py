@@ -189,18 +189,18 @@ def test_what_is_too_much(seeing: Serving) -> None:
     assert (words.status_code, "must not have the placeholder" in words.text) == (400, True)
     cut = ask(seeing, image, "hello", truncate_prompt_tokens=24)
     assert (cut.status_code, "goes through the image" in cut.text) == (400, True)
-    long = ask(seeing, *[image] * 4, "x" * 1990)
+    long = ask(seeing, *[image] * 4, "x" * 2000)
     assert (long.status_code, "maximum context length" in long.text) == (400, True)
     unknown = ask(seeing, image, mm_processor_kwargs={"nonsense": 1})
     assert (unknown.status_code, "nonsense" in unknown.text) == (400, True)
 
 
 def memory(server: Serving) -> int:
-    """Bytes that the media process and its children have."""
+    """Bytes that the media process and its children have; pages that a fork shares count once."""
     process, found = psutil.Process(server.pid("media")), 0
     for one in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a child that has made its image
-            found += one.memory_info().rss
+            found += one.memory_full_info().pss
     return found
 
 

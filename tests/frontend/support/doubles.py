@@ -34,5 +34,6 @@ def backend_without_mesh(**server: Any) -> Any:
             ignored=lambda unknown, path: None,
             rates=RateLimits(""),
             poison=PoisonBodies(),
+            endpoints=(),
         )
     )
