@@ -209,13 +209,14 @@ from meshlm.protocol.wire.ids import RequestId
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.edges.text import Submit, TokenPrompt
+from meshlm.supervisor.api.client import Sent
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from fake_oracle import expected_vector
 llm = LLM(device="fake", max_model_len="512", max_num_batched_tokens=64, max_num_seqs=8, kv_cache_memory="60M", fake_step_ms=10)
 def ask(number, prompt, kind):
     submit = Submit((llm._client.new_handle(),), (RequestId(f"p{number}"),), TokenPrompt(pack_i32(prompt)), SamplingParams(),
         extras=(Pool(kind),), arrival_s=time.time())
-    return submit, RequestOutput(f"p{number}", None, prompt, [CompletionOutput(0)])
+    return Sent(submit, RequestOutput(f"p{number}", None, prompt, [CompletionOutput(0)]))
 def kill_all():
     for role in ("detokenizer", "scheduler", "worker", "coordinator"):
         for pid in [process.pid for process in llm._background.supervisor.status().processes if process.role == role]:
