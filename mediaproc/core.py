@@ -36,6 +36,7 @@ MAX_KNOWN = 16_384  # items that are remembered, some 4 KB each
 MAX_WAITING_BYTES = 256 << 20  # of sources that no item is made of yet, beyond which new ones get 503
 Asker = tuple[Identity, Handle]
 FULL = Refusal("too many images wait to be read; try again", ErrorKind.OVERLOADED)
+GONE = Refusal("its file went while other images were read; send the request again", ErrorKind.OVERLOADED)
 NO_ROOM = Refusal(
     "the images of running requests take all shared memory that they may (--mm-processor-cache-gb); try again",
     ErrorKind.OVERLOADED,
@@ -77,8 +78,10 @@ class MediaCore:
             OrderedDict()
         )  # by key, or by the client's name with b"uuid" before it
         self.num_waiting_bytes = 0
+        self._now = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
+        self._now = now
         match event:
             case Received(message=ReadMedia() as read):
                 return self._read(event.sender, event.incarnation, read, now)
@@ -157,11 +160,14 @@ class MediaCore:
         return Send(asker[0], MediaRead(asker[1], (), refusal.kind, text, source.param))
 
     def _answered(self, asker: Asker) -> list[Effect]:
-        """The answer, where all its items are there."""
+        """The answer, where all its items are there. The first may have waited for the last for longer than its lease."""
         asked = self.asked[asker]
         if len(asked.items) < len(asked.sources):
             return []
         del self.asked[asker]
+        for number, item in sorted(asked.items.items()):
+            if not self.files.lease(item.digest, self._now):
+                return [self._refused(asker, asked.sources[number], GONE)]
         return [Send(asker[0], MediaRead(asker[1], tuple(asked.items[number] for number in range(len(asked.sources)))))]
 
     # --- what comes of jobs ---

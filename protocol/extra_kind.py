@@ -50,6 +50,11 @@ class ExtraKind(Struct, frozen=True):
         return None
 
     @property
+    def first_uncertain(self) -> int | None:
+        """The first position whose KV is wrong if a worker could not do what this says and computed the step without it; None: none."""
+        return None
+
+    @property
     def slot_key(self) -> bytes:
         """What it takes one of the workers' slots for, while its request runs; requests with equal keys share the slot. Empty: none."""
         return b""

@@ -42,6 +42,11 @@ def max_drafts(extras: Iterable[ExtraKind]) -> int | None:
     return min((most for extra in extras if (most := extra.max_drafts) is not None), default=None)
 
 
+def first_uncertain(extras: Iterable[ExtraKind]) -> int | None:
+    """As ExtraKind has it, of all of them."""
+    return min((first for extra in extras if (first := extra.first_uncertain) is not None), default=None)
+
+
 def slot_key(extras: Iterable[ExtraKind]) -> bytes:
     """What its request takes one of the workers' slots for, shared by all requests with the same; empty: nothing."""
     return next((key for extra in extras if (key := extra.slot_key)), b"")

@@ -66,6 +66,11 @@ class Media(ExtraKind, frozen=True, tag="media"):
     items: tuple[MediaItem, ...]
 
     @property
+    def first_uncertain(self) -> int:
+        """Where the first item stands."""
+        return min(item.position for item in self.items)
+
+    @property
     def num_bytes(self) -> int:
         return sum(len(item.replacement) + len(item.is_vector) + DIGEST_BYTES for item in self.items)
 

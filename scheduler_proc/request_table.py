@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Container
 from meshlm.protocol.edges.admit import Assign, EngineRequest, GiveBack, Readmit
 from meshlm.protocol.edges.step import RowFailed
 from meshlm.protocol.edges.token import AttachTokens, Ended, StillThere, TokenDeltas
-from meshlm.protocol.extras import find_extra
-from meshlm.protocol.media import Media
+from meshlm.protocol.extras import first_uncertain
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId
 from meshlm.runtime.process.events import Send
@@ -110,18 +109,18 @@ class RequestTable:
 
     def fail_row(self, request: Request, output: Output, failed: RowFailed) -> None:
         """End a request that its worker has no token for. Where its own parameters leave none, the error names one of them."""
-        media = find_extra(request.work.extras, Media)
-        if media is not None and failed.kind is ErrorKind.INTERNAL:
-            self._forget_images(request, media, output)
+        first = first_uncertain(request.work.extras)
+        if first is not None and failed.kind is ErrorKind.INTERNAL:
+            self._forget_from(request, first, output)
         param = (failed.param or _constraint(request.work)) if failed.kind is not ErrorKind.INTERNAL else ""
         kind = ErrorKind.INTERNAL if failed.kind is ErrorKind.INVALID and not param else failed.kind
         message = f"{param}: {failed.message}" if param else failed.message
         self.finish(request, output, FinishReason.ERROR, message, kind, param.split(".")[0])
 
-    def _forget_images(self, request: Request, media: Media, output: Output) -> None:
-        """A worker had no vectors for one of the images, and computed the step without: no other request may find that. One that did so
+    def _forget_from(self, request: Request, first: int, output: Output) -> None:
+        """A worker had no vectors for an image, say, and computed the step without: no other request may find that. One that did so
         already, as steps are planned ahead, ends too."""
-        wrong = self.batching.kv.forget(request, min(item.position for item in media.items))
+        wrong = self.batching.kv.forget(request, first)
         for other in list(self.by_id.values()):
             if other is not request and not wrong.isdisjoint(other.blocks):
                 self.finish(other, output, FinishReason.ERROR, SHARED_IMAGE, ErrorKind.OVERLOADED)

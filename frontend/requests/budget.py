@@ -29,7 +29,7 @@ def cost_of(parsed_request: ParsedRequest) -> int:
     num_ids = len(ids.stop_token_ids) + len(ids.allowed_token_ids) + bad_words.num_ids(mesh.text.bad_words)
     listed = ID_BYTES * num_ids + BIAS_BYTES * len(ids.logit_bias) + EXTRA_COPIES * num_bytes(mesh.extras)
     num_sequences = len(mesh.prompts) * mesh.num_choices
-    files = sum(len(source.data) for source in mesh.media)
+    files = sum(len(source.data) for source in mesh.media) if mesh.media else 0
     return (
         files
         + sum(map(num_bytes_of, mesh.prompts)) * (1 + mesh.num_choices)

@@ -39,20 +39,16 @@ class RequestReader:
     async def read(self, request: Request, parse: Callable[[Request, bytes], Parsed]) -> Parsed:
         """What `parse`, which changes nothing, makes of the body. Large ones in a thread, one by one: no stream waits for them."""
         async with self.body(request) as raw, self._poison.turn(name := name_of(request.url.path, raw)):
-            try:
-                return await self._parsed(request, parse, name, raw)
-            except UnknownModel as error:
-                if not await self._backend.resolving.found(error.name, self._backend):
-                    raise
-                return await self._parsed(request, parse, name, raw)
-
-    async def _parsed(
-        self, request: Request, parse: Callable[[Request, bytes], Parsed], name: str, raw: bytes
-    ) -> Parsed:
-        if len(raw) <= bodies.LARGE_BYTES:
-            return in_hand.holding(name, parse, request, raw)
-        async with self.reads_large:
-            return await asyncio.to_thread(in_hand.holding, name, parse, request, raw)
+            for is_last in (False, True):  # the model's name may be an adapter's that is found then
+                try:
+                    if len(raw) <= bodies.LARGE_BYTES:
+                        return in_hand.holding(name, parse, request, raw)
+                    async with self.reads_large:
+                        return await asyncio.to_thread(in_hand.holding, name, parse, request, raw)
+                except UnknownModel as error:
+                    if is_last or not await self._backend.resolving.found(error.name, self._backend):
+                        raise
+            raise AssertionError("the last one returns or raises")
 
     @asynccontextmanager
     async def body(self, request: Request, is_json: bool = True) -> AsyncIterator[bytes]:

@@ -99,8 +99,9 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
     transcribes = config.resolved is not None and config.resolved.speech is not None
     if transcribes != any(find_extra(media_of(prompt), Audio) for prompt in parsed_request.mesh.prompts):
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO)
-    with as_http():
-        check_count(parsed_request.mesh.media, config.media)
+    if parsed_request.mesh.media:
+        with as_http():
+            check_count(parsed_request.mesh.media, config.media)
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     if parsed_request.mesh.deterministic and not config.worker.deterministic:

@@ -345,6 +345,7 @@ async def test_ready_tells_a_link_of_any_process() -> None:
         ),
         observer=SimpleNamespace(refused=id, rates=None, ignored=id),
         poison=PoisonBodies(),
+        endpoints=(),
     )
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(Application(backend).app()), base_url="http://localhost"

@@ -3,13 +3,17 @@
 import ctypes
 import importlib
 from collections import OrderedDict
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 
 from meshlm.runtime.plain_pickle import Called, Named, NotPlain, read
 
-dumps: Any = importlib.import_module("pickle").dumps  # what a trainer does
+
+def dumps(value: Any, protocol: int | None = None) -> bytes:
+    """What a trainer does."""
+    return bytes(ForkingPickler.dumps(value, protocol))
 
 
 class Structure(ctypes.Structure):

@@ -309,15 +309,16 @@ class TorchHead:
             adapters = batch.adapters.of_lines(batch.logits_indices)
         logits = self._model.logits(hidden) if adapters is None else adapters.logits(self._model, hidden)
         wanted = np.flatnonzero(columns["logprobs"][at.rows] >= 0)
-        lines, is_raw = put(wanted, self._device), columns.logprobs_mode.startswith("raw")
-        self._raw = logits[lines].clone() if len(wanted) and is_raw else None
+        is_raw = columns.logprobs_mode.startswith("raw")
+        self._raw = logits[put(wanted, self._device)].clone() if len(wanted) and is_raw else None
         if self._mask is not None:
             apply_mask(logits, self._mask)
             self._mask = None
         processed = process(logits, at, columns, self._rows.tokens)
         if len(wanted) and not is_raw:
-            self._raw = processed.final()[lines]
-        self.sampled = chosen(processed, at, columns).int()
+            self._raw = processed.final()[put(wanted, self._device)]
+        greedy = processed.scaled is None
+        self.sampled = (_likeliest(logits) if greedy else chosen(processed, at, columns)).int()
         where = put(np.stack((at.rows.astype(np.int64), at.lens)), self._device)
         self._rows.tokens[where[0], where[1]] = self.sampled.clamp(min=0)
 

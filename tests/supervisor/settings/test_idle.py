@@ -38,6 +38,7 @@ VALUES: dict[str, object] = {  # other than the default, one that goes with noth
     "lora_dtype": "bfloat16",
     "lora_target_modules": ("q_proj",),
     "fully_sharded_loras": True,
+    "lora_resolver_dir": "/x",
     "allow_runtime_lora_updating": True,
 }
 WITH: dict[str, dict[str, object]] = {  # what gives them one
@@ -63,6 +64,7 @@ WITH: dict[str, dict[str, object]] = {  # what gives them one
                 "max_cpu_loras",
                 "lora_dtype",
                 "lora_target_modules",
+                "lora_resolver_dir",
                 "fully_sharded_loras",
             ),
             "allow_runtime_lora_updating",

@@ -2,10 +2,10 @@
 
 import base64
 import ctypes
-import importlib
 import os
 import threading
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,12 @@ from meshlm.workers.weights.transfer.memory import HostMemory
 from meshlm.workers.weights.transfer.nccl import KEY, NcclGroup, id_of
 from meshlm.workers.weights.transfer.source import TransferFailed
 
-dumps: Any = importlib.import_module("pickle").dumps  # what a trainer does
+
+def dumps(value: Any, protocol: int | None = None) -> bytes:
+    """What a trainer does."""
+    return bytes(ForkingPickler.dumps(value, protocol))
+
+
 CPU = torch.device("cpu")
 GIVEN = {
     "a": torch.arange(3, dtype=torch.uint8),
@@ -218,7 +223,7 @@ def test_nccl_alone() -> None:
     _call("ncclGetUniqueId", ctypes.byref(made))
     port = free_port()
     store = torch.distributed.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)  # type: ignore[attr-defined]
-    store.set(KEY, dumps(ncclUniqueId.from_buffer_copy(bytes(made))))
+    store.set(KEY, dumps(ncclUniqueId.from_buffer_copy(bytes(made))))  # type: ignore[arg-type]
     info = JoinInfo(master_address="127.0.0.1", master_port=port, rank_offset=0, world_size=1)
     group = NcclGroup(info, 0, torch.device("cuda", 0))
     data = torch.arange(8, device="cuda", dtype=torch.bfloat16)
