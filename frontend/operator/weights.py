@@ -104,7 +104,7 @@ def _rolling(asked: bool, mode: schema.Mode | None, keeps_kv: str) -> RollMode |
     """What becomes of requests in a roll; None: there is none. keeps_kv: the field that wants old KV kept, which no roll can."""
     if asked and keeps_kv:
         text = f"{keeps_kv}: rolling, no request goes on with the KV of other weights"
-        raise HttpError(400, text, keeps_kv)
+        raise HttpError(409, text, keeps_kv)
     return (mode or "wait") if asked else None
 
 

@@ -104,7 +104,7 @@ def test_what_cannot_be_rolled_is_refused_by_name(models: Models, tmp_path: Path
     (a, b, _), (first, second, _) = models
     with serving(a, *DEV, "--enable-sleep-mode") as server:
         wrong = {"model_path": b, "rolling": True, "flush_cache": False}
-        assert "flush_cache" in str(post(server, "/update_weights_from_disk", wrong, 400))
+        assert "flush_cache" in str(post(server, "/update_weights_from_disk", wrong, 409))
         same = {"model_path": b, "rolling": True, "weight_version": "0"}
         assert "rolling needs another name" in str(post(server, "/update_weights_from_disk", same, 409))
         nowhere = {"model_path": str(tmp_path / "nowhere"), "rolling": True}
