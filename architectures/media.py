@@ -34,7 +34,7 @@ _FAMILIES = {
 
 
 def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
-    """Of the whole model's config.json; None: images of this architecture are not served. ValueError."""
+    """What the model of this config.json, the whole one, sees; None: images of this architecture are not served. ValueError."""
     named = config.get("architectures") or [""]
     family, tower = _FAMILIES.get(named[0]), config.get("vision_config")
     if family is None or not isinstance(tower, dict):
