@@ -214,6 +214,7 @@ class Application:
             self._backend.config.worker.deterministic,
             resolved.pooling,
             resolved.max_model_len,
+            resolved.spec.media is not None,
         )
         return openapi.document(self.operations(), self._backend.version, bool(self.keys), facts, server.root_path)
 

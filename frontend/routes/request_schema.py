@@ -45,6 +45,7 @@ class Served(Struct, frozen=True):
     is_deterministic: bool = False
     pooling: PoolingSpec | None = None
     max_model_len: int = 0
+    sees: bool = False
 
 
 def refine(schemas: Json, served: Served) -> None:
@@ -96,6 +97,8 @@ def refine(schemas: Json, served: Served) -> None:
             every = fields | {"num_speculative_tokens": _up_to(served.most_drafts)}
             if not served.is_deterministic:
                 every["deterministic"] = {"enum": [False, None]}
+            if not served.sees:
+                every["mm_processor_kwargs"] = {"enum": [{}, None]}
             properties.update({field: schema for field, schema in every.items() if field in properties})
     if "ChatRequest" in schemas:
         text = "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true."

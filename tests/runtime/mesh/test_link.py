@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 from fake_oracle import expected_token
+from seeing_models import VOCAB, seeing_model
 from serving import Serving, serving
 from waiting import until
 
@@ -28,7 +29,8 @@ from meshlm.protocol.wire.session import Hello
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]
 LIMIT_S = 20
-FLAGS = ("--device", "fake", "--max-model-len", "4096", "--kv-offloading-size", "0.05")  # a process of each role
+FLAGS = ("--load-format", "dummy", "--device", "fake", "--max-model-len", "4096")
+FLAGS += ("--kv-offloading-size", "0.05")  # a process of each role, with a model that sees
 strangers = itertools.count(77)  # indices of the peers that we play
 PLAYED = {  # whom we play towards each process
     Role.SUPERVISOR: Role.FRONTEND,
@@ -38,8 +40,9 @@ PLAYED = {  # whom we play towards each process
     Role.SCHEDULER: Role.DETOKENIZER,
     Role.WORKER: Role.COORDINATOR,  # other ranks' schedulers are not heard
     Role.STORE: Role.SCHEDULER,
+    Role.MEDIA: Role.FRONTEND,
 }
-CHILDREN = [role for role in PLAYED if role is not Role.SUPERVISOR]  # a media process needs a model that sees
+CHILDREN = [role for role in Role if role is not Role.SUPERVISOR]
 
 
 class Peer:
@@ -87,8 +90,13 @@ class Peer:
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[Serving]:
-    with serving(*FLAGS) as server:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(seeing_model(tmp_path_factory.mktemp("seeing") / "model"))
+
+
+@pytest.fixture(scope="module")
+def mesh(folder: str) -> Iterator[Serving]:
+    with serving(folder, *FLAGS) as server:
         yield server
 
 
@@ -116,13 +124,13 @@ def unharmed(mesh: Serving, limit_s: float = LIMIT_S) -> Iterator[None]:
     if mesh.run_dir not in first_pids:
         first_pids[mesh.run_dir] = pids(mesh)
     yield
-    prompt = [random.randrange(300, 40_000) for _ in range(40)]
+    prompt = [random.randrange(300, VOCAB) for _ in range(40)]
     body = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True}
     answer = httpx.post(f"{mesh.url}/v1/completions", json=body, timeout=limit_s)
     assert answer.status_code == 200
     tokens = list(prompt)
     for _ in range(20):
-        tokens.append(expected_token(tokens, 49152))
+        tokens.append(expected_token(tokens, VOCAB))
     assert answer.json()["choices"][0]["token_ids"] == tokens[40:]
     assert pids(mesh) == first_pids[mesh.run_dir]
 
@@ -327,9 +335,9 @@ def test_messages_of_a_known_type_that_say_nonsense(mesh: Serving, context: "zmq
         until(lambda: logged(mesh, "message dropped", "process=detokenizer/0") > already)
 
 
-def test_a_late_refusal_of_an_earlier_life(context: "zmq.Context[Socket]") -> None:
+def test_a_late_refusal_of_an_earlier_life(context: "zmq.Context[Socket]", folder: str) -> None:
     """A frame of another life of a peer means nothing to the session with this one."""
-    with serving(*FLAGS) as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=1.8):
+    with serving(folder, *FLAGS) as mesh, context.socket(zmq.PUSH) as sock, unharmed(mesh, limit_s=1.8):
         with unharmed(mesh):
             sock.connect(f"ipc://{mesh.run_dir}/detokenizer-0.sock")
         sender, receiver, life = Identity(Role.FRONTEND), Identity(Role.DETOKENIZER), Incarnation(1)
