@@ -22,6 +22,8 @@ _FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": _Family(151655, (0,)),
     "Qwen3VLForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True),
     "Qwen3VLMoeForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True),
+    "Qwen3_5ForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True),
+    "Qwen3_5MoeForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True),
     "LlavaForConditionalGeneration": _Family(32000),
     "LlavaNextForConditionalGeneration": _Family(32000),
     "LlavaOnevisionForConditionalGeneration": _Family(151646),

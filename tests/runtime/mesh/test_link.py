@@ -29,7 +29,7 @@ from meshlm.protocol.wire.session import Hello
 pytestmark = pytest.mark.mesh
 Socket = zmq.Socket[bytes]
 LIMIT_S = 20
-FLAGS = ("--load-format", "dummy", "--device", "fake", "--max-model-len", "4096")
+FLAGS: tuple[str, ...] = ("--load-format", "dummy", "--device", "fake", "--max-model-len", "4096")
 FLAGS += ("--kv-offloading-size", "0.05")  # a process of each role, with a model that sees
 strangers = itertools.count(77)  # indices of the peers that we play
 PLAYED = {  # whom we play towards each process

@@ -63,12 +63,32 @@ def test_tokens_are_transformers(seeing: Seeing, engines: Engines) -> None:
     assert bench.core.batching.num_preemptions > 0, "memory was to be too little"
     inside = prompts[1][1]
     assert inside is not None
-    assert bench.cached[12] > 0
-    assert inside.items[0].position < bench.cached[13], "a prefix was to end inside an image"
+    if seeing.case.text.get("linear_num_key_heads") is None:  # nothing of them is left in so little memory; see below
+        assert bench.cached[12] > 0
+        assert inside.items[0].position < bench.cached[13], "a prefix was to end inside an image"
     stage = engines.engines[0].extras.kind(MediaRows).encoder
     assert isinstance(stage, EncoderStage)
     assert stage.cache.hits > 0
     stage.cache.check()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_state_behind_an_image_is_found_again(backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = Seeing(CASES["qwen3.5"], tmp_path_factory.mktemp("states"))
+    engines = Engines(model.folder, 60, backend, max_model_len=LENGTH, max_num_batched_tokens=STEP, mamba_block_size=48)
+    texts = [f"{words(2, 21)} <image> w3 <image> {words(nth, 30)}" for nth in (4, 4, 5)]
+    images = [[WIDE, TALL], [WIDE, TALL], [ONE, TALL]]
+    try:
+        bench = behind(engines)
+        for nth, prompt in enumerate(zip(texts, images, strict=True)):
+            ask(bench, nth, *model.prompt(*prompt))
+            bench.finish()
+    finally:
+        engines.close()
+    assert bench.cached[1] == 48
+    assert bench.cached[2] == 0, "another image is another prefix"
+    for nth, tokens in bench.tokens.items():
+        assert tokens == model.logits(texts[nth], images[nth], tokens[:-1]).argmax(-1).tolist(), f"request {nth}"
 
 
 @pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])

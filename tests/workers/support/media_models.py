@@ -144,6 +144,9 @@ _QWEN |= {"spatial_merge_size": 2}
 _QWEN3 = _QWEN | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 36}
 _SQUARE = _TOWER | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+_DELTA: dict[str, Any] = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_DELTA |= {"rope_parameters": _AXES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 CASES: dict[str, Case] = {
     "qwen2.5-vl": Case(
         "Qwen2_5_VLForConditionalGeneration",
@@ -173,6 +176,24 @@ CASES: dict[str, Case] = {
         _WIDE | _EXPERTS,
         _QWEN3,
         {},
+        _qwen("Qwen3VLProcessor"),
+        merge=2,
+    ),
+    "qwen3.5": Case(
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        _DELTA,
+        _QWEN | {"num_position_embeddings": 36},
+        {},
+        _qwen("Qwen3VLProcessor"),
+        merge=2,
+    ),
+    "qwen3.5-moe": Case(
+        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeConfig",
+        _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 20},
+        _QWEN | {"num_position_embeddings": 36},
+        {"tie_word_embeddings": True},
         _qwen("Qwen3VLProcessor"),
         merge=2,
     ),
