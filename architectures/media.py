@@ -4,6 +4,7 @@ import json
 from typing import Any, NamedTuple
 
 from meshlm.architectures.config_values import shown
+from meshlm.protocol.media import Modality
 from meshlm.protocol.media_spec import MediaSpec
 
 
@@ -53,7 +54,7 @@ def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
         config=json.dumps(config),
         tower=str(tower.get("model_type") or config.get("model_type")),
         hidden_size=hidden_size,
-        placeholders=(("image", placeholder),),
+        placeholders=((Modality.IMAGE, placeholder),),
         deepstack=len(indexes),
         mrope_section=_section(config, family),
         mrope_interleaved=family.interleaved,

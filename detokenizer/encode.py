@@ -16,15 +16,17 @@ from meshlm.detokenizer.templates import ChatTemplate
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, PairPrompt, Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.extras import find_extra
-from meshlm.protocol.media import Media
+from meshlm.protocol.media import Media, Modality
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import bad_words
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.mesh.messages import IMAGE
+from meshlm.runtime.mesh.messages import modality_of
 from meshlm.runtime.model_files.tokenizer_files import LoadedTokenizer, token_bytes
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # its names in messages; a template may read any of them
+Marks = Mapping[Modality, str]  # the placeholders that stand for items in a text
+NO_MARKS: Marks = {}
 ContentFormat = Literal["auto", "string", "openai"]
 
 
@@ -102,13 +104,13 @@ class Encoder:
         return self._mixer.encode(self.render(chat), vectors, add_special_tokens=chat.add_special_tokens)
 
     def _with_media(self, prompt: Prompt, media: Media) -> tuple["array[int]", Media]:
-        """The ids of a prompt with images, and these with their positions. RequestError."""
+        """The ids of a prompt with media, and these with their positions. RequestError."""
         assert isinstance(prompt, MediaPrompt)
         param = "messages" if isinstance(prompt.prompt, ChatPrompt) else "prompt"
         match prompt.prompt:
             case ChatPrompt() as chat:
-                image = self._tokenizer.id_to_token(media.items[0].placeholder) or ""
-                text, add_special_tokens = self.render(chat, image), chat.add_special_tokens
+                marks = {item.modality: self._tokenizer.id_to_token(item.placeholder) or "" for item in media.items}
+                text, add_special_tokens = self.render(chat, marks), chat.add_special_tokens
             case TextPrompt(text=text, add_special_tokens=add_special_tokens):
                 pass
             case _:
@@ -200,11 +202,11 @@ class Encoder:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
-    def render(self, prompt: ChatPrompt, image: str = "") -> str:
-        """The template's text. image: the placeholder, for templates that know no parts."""
+    def render(self, prompt: ChatPrompt, marks: Marks = NO_MARKS) -> str:
+        """The template's text. marks: the placeholders, for templates that know no parts."""
         template = self._template(prompt)
         messages = msgspec.json.decode(prompt.messages_json, type=list[dict[str, Any]])
-        return template.render(prompt, [self._message(message, template, image) for message in messages])
+        return template.render(prompt, [self._message(message, template, marks) for message in messages])
 
     def _template(self, prompt: ChatPrompt) -> ChatTemplate:
         """The request's own, or its choice of the model's; else the one for tools where there are some."""
@@ -220,11 +222,11 @@ class Encoder:
             text = f"this model has no default chat template; name one of its own with --chat-template: {names}"
         raise RequestError(ErrorKind.INVALID, text, "messages")
 
-    def _message(self, message: dict[str, Any], template: ChatTemplate, image: str = "") -> dict[str, Any]:
+    def _message(self, message: dict[str, Any], template: ChatTemplate, marks: Marks = NO_MARKS) -> dict[str, Any]:
         """Gives the message as templates expect it: no nulls; the content in their form; the arguments of tool calls as objects, where
         OpenAI's clients send them as JSON text; reasoning by the names that templates know."""
         found = {key: value for key, value in message.items() if value is not None}
-        found["content"] = self._content(found.get("content"), template, image, is_tool=message.get("role") == "tool")
+        found["content"] = self._content(found.get("content"), template, marks, is_tool=message.get("role") == "tool")
         reasoning = next((found[name] for name in REASONING if name in found), None)
         if reasoning is not None:
             found = {"thinking": reasoning, "reasoning": reasoning, **found, "reasoning_content": reasoning}
@@ -235,7 +237,7 @@ class Encoder:
             found.pop("tool_calls", None)  # some templates look for the name alone
         return found
 
-    def _content(self, content: Any, template: ChatTemplate, image: str, *, is_tool: bool) -> Any:
+    def _content(self, content: Any, template: ChatTemplate, marks: Marks, *, is_tool: bool) -> Any:
         """Text, parts on lines of their own; or a list of parts, for a template that goes through them. A tool's result is text where
         the template can take it: the parts that templates look for there are others."""
         if self._content_format != "auto":
@@ -250,11 +252,12 @@ class Encoder:
             parts = False
         if is_tool and refers and template.loops:
             parts = True
-        if not parts:  # images first, as in vLLM
-            images = [image for part in given if part == IMAGE]
-            return "\n".join([*images, *(_part(part) for part in given if part != IMAGE)])
+        if not parts:  # media first, as in vLLM
+            media = [marks.get(one, "") for one in map(modality_of, given) if one is not None]
+            return "\n".join([*media, *(_part(part) for part in given if modality_of(part) is None)])
         return [
-            part if _is_reference(part) or part == IMAGE else {"type": "text", "text": _part(part)} for part in given
+            part if _is_reference(part) or modality_of(part) is not None else {"type": "text", "text": _part(part)}
+            for part in given
         ]
 
 

@@ -1,6 +1,6 @@
-"""Prompts with images: in the place of each placeholder come the tokens that stand for its image. Called by encode.py.
+"""Prompts with media: in the place of each placeholder come the tokens that stand for its item. Called by encode.py.
 
-The chat template writes one placeholder for each image, and the model's processor says what text stands around it. The n-th placeholder
+The chat template writes one placeholder for each item, and the model's processor says what text stands around it. The n-th placeholder
 is the n-th item's, wherever the template moves it, as for the model's own processor.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
@@ -67,8 +67,12 @@ def _places(ids: "array[int]", wanted: dict[int, list[MediaItem]]) -> list[int]:
 
 
 def _mismatch(items: Sequence[MediaItem], count: int, param: str) -> str:
-    kind = items[0].kind
-    text = f"{param}: the prompt has {count} placeholders for {len(items)} {kind}s"
+    modality = items[0].modality
+    text = f"{param}: the prompt has {count} placeholders for {len(items)} {_several(modality)}"
     if count > len(items):
         return f"{text}; a text must not have the placeholder in it"
-    return f"{text}: {'the chat template leaves some out' if param == 'messages' else 'each image needs one'}"
+    return f"{text}: {'the chat template leaves some out' if param == 'messages' else f'each {modality} needs one'}"
+
+
+def _several(modality: Modality) -> str:
+    return "audio clips" if modality is Modality.AUDIO else f"{modality}s"

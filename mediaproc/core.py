@@ -35,10 +35,10 @@ from meshlm.runtime.process.events import PeerLost, Received, Send
 MAX_KNOWN = 16_384  # items that are remembered, some 4 KB each
 MAX_WAITING_BYTES = 256 << 20  # of sources that no item is made of yet, beyond which new ones get 503
 Asker = tuple[Identity, Handle]
-FULL = Refusal("too many images wait to be read; try again", ErrorKind.OVERLOADED)
-GONE = Refusal("its file went while other images were read; send the request again", ErrorKind.OVERLOADED)
+FULL = Refusal("too many images, videos and sounds wait to be read; try again", ErrorKind.OVERLOADED)
+GONE = Refusal("its file went while others were read; send the request again", ErrorKind.OVERLOADED)
 NO_ROOM = Refusal(
-    "the images of running requests take all shared memory that they may (--mm-processor-cache-gb); try again",
+    "the media of running requests take all shared memory that they may (--mm-processor-cache-gb); try again",
     ErrorKind.OVERLOADED,
 )
 FORGOTTEN = "is not known, or not any more; send it with its data"

@@ -1,6 +1,6 @@
 """The media process's links, threads, files and clock.
 
-Bytes are gathered in threads of this process, which reads no image: each item is made in a child of its sandbox (making.py), with
+Bytes are gathered in threads of this process, which reads no file itself: each item is made in a child of its sandbox (making.py), with
 limits of memory and CPU time, so that a crafted file ends nothing but that child. The files lie in the mesh's folder of the host's
 shared memory, named by their digest; a new incarnation finds those of the one before. Files that were not finished are removed.
 """
@@ -204,15 +204,17 @@ class MediaApp(App):
         data = fetch.data_of(source.url, config) if source.url else source.data
         if len(data) > config.max_media_bytes:
             raise fetch.too_large(len(data), config)
-        key = hashlib.sha256(joined(source.kind.encode(), source.processor_kwargs_json, data)).digest()
+        key = hashlib.sha256(joined(source.modality.encode(), source.processor_kwargs_json, data)).digest()
         return Gathered(effect.job, data, key)
 
     def _made(self, effect: Gather | Make) -> Event:
         assert isinstance(effect, Make)
         part = f"{secrets.token_hex(16)}{PART}"
-        order = Order(effect.data, str(self._folder / part), effect.source.processor_kwargs_json)
+        order = Order(
+            effect.source.modality, effect.data, str(self._folder / part), effect.source.processor_kwargs_json
+        )
         try:
-            outcome = self._outcome(msgspec.msgpack.encode(order))
+            outcome = self._outcome(order)
         except BaseException:
             (self._folder / part).unlink(missing_ok=True)
             raise
@@ -220,21 +222,24 @@ class MediaApp(App):
             (self._folder / part).unlink(missing_ok=True)
         return Made(effect.job, outcome.item, outcome.num_bytes, part, outcome.refusal)
 
-    def _outcome(self, job: bytes) -> Outcome:
+    def _outcome(self, order: Order) -> Outcome:
         """What a child makes of it. Refused."""
+        job, modality = msgspec.msgpack.encode(order), order.modality
         for tried in range(1, TRIES + 1):
             try:
                 answer = self._sandbox.run(job, self._limits, WALL_S)
                 return msgspec.msgpack.decode(answer, type=Outcome)
             except ChildDied as died:
                 if died.is_of_the_job or tried == TRIES:
-                    raise Refused(Refusal(f"the image cannot be decoded: {died.message}")) from None
+                    raise Refused(Refusal(f"the {modality} cannot be decoded: {died.message}")) from None
             except NoChild as failed:
                 if tried == TRIES:
                     raise Refused(Refusal(f"{failed}; try again", ErrorKind.OVERLOADED)) from None
             except SandboxFailed as failed:
-                self._mesh.log.error("an image could not be made ready", reason=str(failed))
-                raise Refused(Refusal("the image cannot be made ready for the model", ErrorKind.INTERNAL)) from None
+                self._mesh.log.error("an item could not be made ready", modality=modality.value, reason=str(failed))
+                raise Refused(
+                    Refusal(f"the {modality} cannot be made ready for the model", ErrorKind.INTERNAL)
+                ) from None
         raise AssertionError("it was tried")
 
     def _send(self, to: Identity, message: Struct) -> None:
@@ -261,7 +266,7 @@ class MediaApp(App):
     def beat(self) -> tuple[int, str]:
         if self._core is None:
             return 0, "starting"
-        return self._ticks, f"{len(self._core.files)} images"
+        return self._ticks, f"{len(self._core.files)} items"
 
     def num_requests(self) -> int:
         return len(self._core.asked) if self._core is not None else 0

@@ -1,4 +1,4 @@
-"""An image's file to tensors in a file, in a child of the media process that may die of it: the sandbox's target (runtime/sandbox).
+"""A client's file to tensors in a file, in a child of the media process that may die of it: the sandbox's target (runtime/sandbox).
 
 `make` runs once, in the fork server: it loads the model's processor, which takes seconds. Each child then makes one item.
 """
@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from meshlm.mediaproc.addresses import Refused
+from meshlm.mediaproc.addresses import Refused, refused
 from meshlm.mediaproc.events import Refusal
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.sandbox.fork_server import Handle, answering
@@ -30,8 +30,9 @@ class Settings(Struct, frozen=True):
 
 
 class Order(Struct, frozen=True):
-    """One image's file, where its tensors are to be written, and the request's mm_processor_kwargs."""
+    """A file of a client, where its tensors are to be written, and the request's mm_processor_kwargs."""
 
+    modality: Modality
     data: bytes
     part: str
     kwargs_json: bytes = b""
@@ -72,14 +73,11 @@ class _Maker:
             return msgspec.msgpack.encode(Outcome(refusal=error.refusal))
 
     def _made(self, order: Order) -> Outcome:
-        from meshlm.mediaproc import images  # with Pillow
-
         settings = self._settings
         most = settings.max_file_bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         kwargs = msgspec.json.decode(order.kwargs_json, type=dict[str, Any]) if order.kwargs_json else {}
-        image = images.decoded(order.data, settings.max_pixels, settings.background)
-        item, tensors = self._processor.made(image, kwargs)
+        item, tensors = self._processor.made(order.modality, self._decoded(order), kwargs)
         try:
             with open(order.part, "xb") as file:
                 for place, tensor in zip(item.tensors, tensors):
@@ -90,3 +88,13 @@ class _Maker:
             text = f"there is no room for it in shared memory: {error.strerror}"
             raise Refused(Refusal(text, ErrorKind.OVERLOADED)) from None
         return Outcome(item, size)
+
+    def _decoded(self, order: Order) -> Any:
+        """What the processor takes: each modality has a reader. Refused."""
+        match order.modality:
+            case Modality.IMAGE:
+                from meshlm.mediaproc import images  # with Pillow
+
+                return images.decoded(order.data, self._settings.max_pixels, self._settings.background)
+            case _:
+                raise refused(f"{order.modality} is not read")

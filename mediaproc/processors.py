@@ -1,4 +1,4 @@
-"""The model's own processor of transformers, and what it makes of one image. Called in a child of the sandbox (making.py)."""
+"""The model's own processor of transformers, and what it makes of one item. Called in a child of the sandbox (making.py)."""
 
 import hashlib
 from pathlib import Path
@@ -7,24 +7,36 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import transformers
 from numpy.typing import NDArray
-from PIL import Image
 from transformers import AutoProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from meshlm.mediaproc.addresses import refused
-from meshlm.protocol.media import MediaDType, MediaItem, MediaTensor
+from meshlm.protocol.media import MediaDType, MediaItem, MediaTensor, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.parts import joined
 from meshlm.runtime.model_files.json_files import read_json
 
+
+class Called(NamedTuple):
+    """What a processor calls a modality."""
+
+    token: str  # attribute with the placeholder
+    argument: str
+    processor: str  # attribute with what makes its tensors
+    grid: str  # tensor with frames, rows and columns, of models that have it
+
+
 ALIGNMENT = 64
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of the processor's outputs
 VIDEO = "video_processor"
+CALLED = {  # by modality, how the processor's attributes and arguments have it
+    Modality.IMAGE: Called("image_token", "images", "image_processor", "image_grid_thw")
+}
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
-class MadeImage(NamedTuple):
+class MadeItem(NamedTuple):
     """An item without its path, and its tensors in the order of the item's."""
 
     item: MediaItem
@@ -48,52 +60,54 @@ class Processor:
             if self._valid and name not in self._valid:
                 raise refused(f"mm_processor_kwargs: {name[:60]} is nothing that this model's processor knows")
 
-    def made(self, image: Image.Image, kwargs: dict[str, Any]) -> MadeImage:
-        """Refused for an image that the processor does not take."""
+    def made(self, modality: Modality, content: Any, kwargs: dict[str, Any]) -> MadeItem:
+        """content: as the modality's reader gives it. Refused for what the processor does not take."""
         self.check_kwargs(kwargs)
-        placeholder = str(self._processor.image_token)
+        called = CALLED[modality]
+        placeholder = str(getattr(self._processor, called.token))
         options = {**self._kwargs, **kwargs, "add_special_tokens": False, "return_tensors": "pt"}
         try:
-            made = self._processor(text=[placeholder], images=[image], **options)
+            made = self._processor(text=[placeholder], **{called.argument: [content]}, **options)
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # an image of extreme shape, say
-            raise refused(f"the model's processor refuses the image: {error}"[:300]) from None
+            raise refused(f"the model's processor refuses the {modality}: {error}"[:300]) from None
         ids = [int(token) for token in np.asarray(made["input_ids"]).reshape(-1)]
-        first, last = self._core(ids)
-        is_vector = bytes(token == self._spec.token_id("image") for token in ids[first:last])
+        first, last = self._core(ids, modality)
+        is_vector = bytes(token == self._spec.token_id(modality) for token in ids[first:last])
         tensors = {name: _array(value) for name, value in sorted(made.items()) if name not in OF_TEXT}
         places, offset = list[MediaTensor](), 0
         for name, array in tensors.items():
             places.append(MediaTensor(name, cast(MediaDType, array.dtype.name), array.shape, offset))
             offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         item = MediaItem(
-            kind="image",
+            modality=modality,
             digest=_digest(tensors, ids),
             replacement=pack_i32(ids[first:last]),
             is_vector=is_vector,
-            grid=self._grid(tensors, is_vector.count(1)),
+            grid=self._grid(tensors, called, is_vector.count(1)),
             tensors=tuple(places),
             is_uncut=self._spec.is_uncut,
             placeholder=int(self._tokenizer.convert_tokens_to_ids(placeholder)),
             before=self._text(ids[:first]),
             after=self._text(ids[last:]),
         )
-        return MadeImage(item, list(tensors.values()))
+        return MadeItem(item, list(tensors.values()))
 
-    def _core(self, ids: list[int]) -> tuple[int, int]:
+    def _core(self, ids: list[int], modality: Modality) -> tuple[int, int]:
         """The first and last of the tokens that no text around them can change, the latter exclusive: from the first added token on."""
         added = self._tokenizer.added_tokens_decoder
-        places = [place for place, token in enumerate(ids) if token in added or token == self._spec.token_id("image")]
+        vector = self._spec.token_id(modality)
+        places = [place for place, token in enumerate(ids) if token in added or token == vector]
         return places[0], places[-1] + 1
 
     def _text(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids)) if ids else ""
 
-    def _grid(self, tensors: dict[str, NDArray[Any]], num_vectors: int) -> tuple[int, int, int]:
+    def _grid(self, tensors: dict[str, NDArray[Any]], called: Called, num_vectors: int) -> tuple[int, int, int]:
         """Frames, rows and columns of the vectors."""
-        if (found := tensors.get("image_grid_thw")) is None:
+        if (found := tensors.get(called.grid)) is None:
             return 1, 1, num_vectors
         frames, rows, columns = (int(number) for number in found.reshape(-1))
-        merged = int(getattr(self._processor.image_processor, "merge_size", 1))
+        merged = int(getattr(getattr(self._processor, called.processor), "merge_size", 1))
         return frames, rows // merged, columns // merged
 
 

@@ -6,6 +6,7 @@ those tokens where the chat template has the item's placeholder, and says at whi
 """
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import Literal, Self
 
 from msgspec import Struct
@@ -14,10 +15,17 @@ from msgspec.structs import replace
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.wire.parts import joined
 
-MediaKind = Literal["image", "video", "audio"]
 MediaDType = Literal["uint8", "int32", "int64", "float32", "bool"]
 ITEM_BYTES: dict[MediaDType, int] = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4, "bool": 1}
 DIGEST_BYTES = 32  # sha256
+
+
+class Modality(StrEnum):
+    """What an item is. Its value is what chat templates, flags and fields of requests call it."""
+
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
 
 
 class MediaTensor(Struct, frozen=True, array_like=True):
@@ -32,7 +40,7 @@ class MediaTensor(Struct, frozen=True, array_like=True):
 class MediaItem(Struct, frozen=True):
     """One image, video or clip. Its vectors take the places of those tokens of `replacement` that `is_vector` marks, in order."""
 
-    kind: MediaKind
+    modality: Modality
     digest: bytes  # DIGEST_BYTES: of all tensors with their names and shapes, and of what the processor was told
     replacement: bytes  # int32 column: the token ids that stand for the item in the prompt, with those that begin and end it or a row
     is_vector: (
@@ -97,6 +105,6 @@ class Media(ExtraKind, frozen=True, tag="media"):
         left = []
         for item, low, high in self.within(begin, end):
             if high - low < item.num_tokens:
-                raise ValueError(f"the cut at {low} to {high} goes through the {item.kind} at {item.position}")
+                raise ValueError(f"the cut at {low} to {high} goes through the {item.modality} at {item.position}")
             left.append(replace(item, position=item.position - begin))
         return replace(self, items=tuple(left)) if left else None

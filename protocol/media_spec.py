@@ -2,17 +2,17 @@
 
 from msgspec import Struct
 
-from meshlm.protocol.media import MediaKind
+from meshlm.protocol.media import Modality
 
 
 class MediaSpec(Struct, frozen=True, kw_only=True):
-    """The encoder of images in front of a text model, and how the text model takes its vectors."""
+    """The encoders in front of a text model, and how the text model takes its vectors."""
 
     architecture: str  # of the whole model's config.json
     config: str  # that config.json with all overrides, as JSON: transformers makes the encoder of it
     tower: str  # the model_type of the encoder: clip_vision_model, siglip_vision_model, qwen2_5_vl, ...
     hidden_size: int  # of a vector, which takes the place of a token's embedding
-    placeholders: tuple[tuple[MediaKind, int], ...]  # by kind, the id of the token whose place a vector takes
+    placeholders: tuple[tuple[Modality, int], ...]  # by modality, the id of the token whose place a vector takes
     deepstack: int = 0  # the first layers of the text model behind each of which an image's tokens get a vector more
     # M-RoPE (Wang et al. 2024): so many frequencies of a head turn by the frame, the row and the column of a vector; none: plain RoPE
     mrope_section: tuple[int, ...] = ()
@@ -22,12 +22,12 @@ class MediaSpec(Struct, frozen=True, kw_only=True):
     is_uncut: bool = False  # the vectors of an image attend to one another, so one step computes them
 
     @property
-    def kinds(self) -> tuple[MediaKind, ...]:
-        return tuple(kind for kind, _ in self.placeholders)
+    def modalities(self) -> tuple[Modality, ...]:
+        return tuple(modality for modality, _ in self.placeholders)
 
-    def token_id(self, kind: MediaKind) -> int | None:
-        """The placeholder's; None: the model does not see that kind."""
-        return dict(self.placeholders).get(kind)
+    def token_id(self, modality: Modality) -> int | None:
+        """The placeholder's; None: the model takes none of that modality."""
+        return dict(self.placeholders).get(modality)
 
     def axes(self, frequencies: int) -> tuple[int, ...]:
         """By frequency of a head's rotation: 0, it turns by the frame, 1, by the row, 2, by the column. ValueError."""

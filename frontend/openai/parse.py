@@ -18,7 +18,7 @@ from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.samplers import breakers_of
-from meshlm.runtime.mesh import image_parts
+from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.parsers import budgets, registry
 
 
@@ -87,7 +87,7 @@ def _prompts(request: CompletionRequest, resolved: Resolved, server: ServerConfi
 def chat(
     request: ChatRequest, unknown: tuple[str, ...], resolved: Resolved, server: ServerConfig, *, media: bool = False
 ) -> ParsedRequest:
-    """POST /v1/chat/completions. media: the messages may have images, where the model sees them."""
+    """POST /v1/chat/completions. media: the messages may have media, where the model takes them."""
     if not request.messages:
         raise field_error("messages", "give at least one message")
     if request.top_logprobs and not request.logprobs:
@@ -157,14 +157,15 @@ def _conversation(
     server: ServerConfig,
     media: bool,
 ) -> tuple[Prompt, list[MediaSource]]:
-    """The prompt of a chat, with the vectors that its messages have; and their images."""
+    """The prompt of a chat, with the vectors that its messages have; and the sources of their media."""
     messages, vectors = embeds.of_chat(request, resolved, server)
     sources = list[MediaSource]()
     if media and resolved.spec.media is not None:
         kwargs = request.mm_processor_kwargs
         with as_http():
-            messages, sources = image_parts.of_messages(messages, msgspec.json.encode(kwargs) if kwargs else b"")
-        _check_with_images(request, bool(sources), bool(vectors))
+            reading = media_parts.Reading(resolved.spec.media, msgspec.json.encode(kwargs) if kwargs else b"")
+            messages, sources = media_parts.of_messages(messages, reading)
+        _check_with_media(request, bool(sources), bool(vectors))
     elif request.mm_processor_kwargs:
         raise field_error("mm_processor_kwargs", "this model has no vision")
     conversation = of_chat(
@@ -181,8 +182,8 @@ def _conversation(
     return MediaPrompt(conversation, vectors) if vectors else conversation, sources
 
 
-def _check_with_images(request: ChatRequest, has_images: bool, has_vectors: bool) -> None:
-    """Refuses what does not go together with images."""
+def _check_with_media(request: ChatRequest, has_media: bool, has_vectors: bool) -> None:
+    """Refuses what does not go together with media."""
     fields = {
         "use_beam_search": request.use_beam_search,
         "return_assistant_tokens_mask": request.return_assistant_tokens_mask,
@@ -190,7 +191,7 @@ def _check_with_images(request: ChatRequest, has_images: bool, has_vectors: bool
         embeds.NAME: has_vectors,
     }
     for name, given in fields.items():
-        if given and has_images:
+        if given and has_media:
             raise field_error(name, "does not go with images")
 
 

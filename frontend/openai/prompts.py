@@ -100,7 +100,7 @@ def of_chat(
     add_special_tokens: bool = False,
     media: bool = False,
 ) -> ChatPrompt:
-    """Messages and what else the template is given. media: parts may be images."""
+    """Messages and what else the template is given. media: parts may be media."""
     if chat_template and not server.trust_request_chat_template:
         text = "the server takes no template from a request, as one can keep it busy for ever (--trust-request-chat-template)"
         raise field_error("chat_template", text)

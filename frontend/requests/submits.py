@@ -22,7 +22,7 @@ from meshlm.protocol.extras import find_extra, generates
 from meshlm.protocol.wire.ids import Handle, RequestId
 from meshlm.protocol.wire.parts import joined
 from meshlm.runtime.client.placement import Choice, ResponseSink, choices_of
-from meshlm.runtime.mesh.image_parts import check_count
+from meshlm.runtime.mesh.media_parts import check_count
 
 
 class Answer(ResponseSink, Protocol):

@@ -75,9 +75,9 @@ class MeshConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def has_media(self) -> bool:
-        """Whether requests may have images: the model sees them, and the flags leave it some."""
+        """Whether requests may have images, video or audio: the model takes them, and the flags leave it some."""
         spec = self.resolved.spec.media if self.resolved is not None else None
-        return spec is not None and any(self.media.limit_of(kind) for kind in spec.kinds)
+        return spec is not None and any(self.media.limit_of(modality) for modality in spec.modalities)
 
     @property
     def steps_over_nodes(self) -> bool:

@@ -5,21 +5,26 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-MOST_ITEMS = 999  # of a kind in one prompt, where --limit-mm-per-prompt says nothing; vLLM's
+MOST_ITEMS = 999  # of a modality in one prompt, where --limit-mm-per-prompt says nothing; vLLM's
 
 
 class MediaConfig(Struct, frozen=True, kw_only=True):
     """Flags by vLLM's names where it has them. The media process and the frontends read them."""
 
     limit_mm_per_prompt: Annotated[
-        str, Meta(description='items that one prompt may have, by kind, as JSON or kind=number: {"image": 4}; 0: none')
+        str,
+        Meta(
+            description='items that one prompt may have, by modality, as JSON or modality=number: {"image": 4}; 0: none'
+        ),
     ] = "{}"
     mm_processor_kwargs: Annotated[
         str, Meta(description="JSON object for the model's processor; a request's own mm_processor_kwargs win over it")
     ] = "{}"
     media_io_kwargs: Annotated[
         str,
-        Meta(description='how files are read, as JSON by kind: {"image": {"rgba_background_color": [255, 255, 255]}}'),
+        Meta(
+            description='how files are read, as JSON by modality: {"image": {"rgba_background_color": [255, 255, 255]}}'
+        ),
     ] = "{}"
     language_model_only: Annotated[bool, Meta(description="serve the text model alone: images are refused")] = False
     allowed_local_media_path: Annotated[
@@ -53,11 +58,11 @@ class MediaConfig(Struct, frozen=True, kw_only=True):
             pairs = (pair.partition("=") for pair in given.split(","))
             return {name.strip(): int(number) for name, _, number in pairs}
         found = msgspec.json.decode(given, type=dict[str, int | dict[str, Any]])
-        return {kind: int(value["count"]) if isinstance(value, dict) else value for kind, value in found.items()}
+        return {name: int(value["count"]) if isinstance(value, dict) else value for name, value in found.items()}
 
-    def limit_of(self, kind: str) -> int:
-        """The items of this kind that one prompt may have."""
-        return 0 if self.language_model_only else self.limits.get(kind, MOST_ITEMS)
+    def limit_of(self, modality: str) -> int:
+        """The items of this modality that one prompt may have."""
+        return 0 if self.language_model_only else self.limits.get(modality, MOST_ITEMS)
 
     @property
     def background(self) -> tuple[int, int, int]:

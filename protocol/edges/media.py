@@ -6,7 +6,7 @@ A file has a lease: LEASE_S from when a frontend is told of it, and again from e
 
 from msgspec import Struct
 
-from meshlm.protocol.media import MediaItem, MediaKind
+from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.wire.ids import ErrorKind, Handle
 
 LEASE_S = 60.0
@@ -16,7 +16,7 @@ RENEW_S = 10.0
 class MediaSource(Struct, frozen=True, omit_defaults=True):
     """One image, video or clip as a client gives it: its bytes, or where they are; or neither, and what it was called before."""
 
-    kind: MediaKind
+    modality: Modality
     where: str  # the client's path to it: messages[0].content[1].image_url
     param: str  # the client's field
     data: bytes = b""

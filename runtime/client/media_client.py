@@ -15,8 +15,8 @@ from meshlm.runtime.errors import LinkDown, LinkFull, MessageTooLong, RequestErr
 MEDIA = Identity(Role.MEDIA)
 HOLD_S = 60.0  # that a question waits for a new media process
 MAX_DEATHS = 2  # of it, with the question in its hands
-POISON = "the process that reads images ended twice with this request in its hands; it is not to be sent again"
-GONE = "the process that reads images is not there; try again"
+POISON = "the process that reads media ended twice with this request in its hands; it is not to be sent again"
+GONE = "the process that reads media is not there; try again"
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class MediaClient:
         except LinkDown:
             self._hold(question)
         except LinkFull:
-            question.refuse(ErrorKind.OVERLOADED, "too many images wait to be read; try again")
+            question.refuse(ErrorKind.OVERLOADED, "too many images, videos and sounds wait to be read; try again")
         except MessageTooLong as error:
             question.refuse(ErrorKind.INVALID, str(error), "messages")
 

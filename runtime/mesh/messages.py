@@ -6,6 +6,7 @@ vLLM.
 
 from typing import Any
 
+from meshlm.protocol.media import Modality
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.errors import RequestError
 
@@ -16,12 +17,23 @@ INSTEAD = ("tool_calls", "refusal", "reasoning", "reasoning_content")
 NOT_READ = {"function_call": "send tool_calls, its newer name", "audio": "only text is supported"}
 FIELDS_OF_THEIR_OWN = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
 # The type of a part -> where its text is. A reference names a tool whose description the template shows there, if it knows of such.
-IMAGE = {"type": "image"}
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "tool_reference": "name"}
 
 
+def part_of(modality: Modality) -> dict[str, str]:
+    """What a template is given in the place of an item."""
+    return {"type": modality.value}
+
+
+def modality_of(part: Any) -> Modality | None:
+    """That of the item in whose place a template is given the part; None: it is another part."""
+    if isinstance(part, dict) and len(part) == 1 and part.get("type") in list(Modality):
+        return Modality(part["type"])
+    return None
+
+
 def check_messages(messages: list[dict[str, Any]], *, media: bool = False) -> None:
-    """media: parts may be images, of which a template is told that they are there."""
+    """media: parts may be images, videos and sounds, of which a template is told that they are there."""
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]", media)
 
@@ -57,7 +69,7 @@ def _check_content(content: Any, where: str, media: bool) -> None:
             continue
         if not (isinstance(item, dict) and isinstance(item.get("type"), str)):
             raise _wrong(f"{where}[{index}]: a part is an object with a type")
-        if media and item == IMAGE:
+        if media and modality_of(item) is not None:
             continue
         if (kind := item["type"]) not in PARTS:
             raise _wrong(f"{where}[{index}]: parts of type {kind[:40]!r} are not supported; those of type 'text' are")

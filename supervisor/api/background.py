@@ -91,7 +91,7 @@ class Background:
         client.counts.drafts_told = drafts_told(self.config)
         me, incarnation = Identity(Role.FRONTEND, 0), Incarnation(time.time_ns())
         client.mesh_client.mesh = mesh = Mesh(me, incarnation, self.config, client)
-        client.images.media.send = mesh.send
+        client.media_reader.client.send = mesh.send
         try:
             await supervisor.start()
             await mesh.open()

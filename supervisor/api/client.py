@@ -26,7 +26,7 @@ from meshlm.runtime.client.placement import Choice, RowDetails, choices_of
 from meshlm.runtime.client.questions import Reply
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.process.figures import Figures
-from meshlm.supervisor.api.images import Images, Picture, Pictures
+from meshlm.supervisor.api.media import MediaInputs, MediaReader
 from meshlm.supervisor.api.metrics import Counts, Metric
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput, logprobs_of
 from meshlm.supervisor.errors import raised_as
@@ -36,11 +36,11 @@ News = Callable[[list[CompletionOutput]], None]
 
 
 class Sent(NamedTuple):
-    """What is asked, and what its tokens go to. pictures: whose items come to its prompt first."""
+    """What is asked, and what its tokens go to. media: whose items come to its prompt first."""
 
     submit: Submit
     request: RequestOutput
-    pictures: Pictures = ()
+    media: MediaInputs = ()
 
 
 def name_of(request_id: str, index: int) -> RequestId:
@@ -54,7 +54,7 @@ class Run:
     def __init__(self, bar: Any, news: News | None) -> None:
         self.bar, self.news = bar, news
         self.open: dict[Choice, None] = {}
-        self.reading: set[asyncio.Task[None]] = set()  # prompts whose images are not ready
+        self.reading: set[asyncio.Task[None]] = set()  # prompts whose images, videos or sounds are not ready
         self.errors: list[str] = []
         self.all_done = asyncio.Event()
         self.changed: list[CompletionOutput] = []
@@ -70,7 +70,7 @@ class Run:
             self.all_done.set()
 
     def was_read(self, task: "asyncio.Task[None]") -> None:
-        """A prompt's images are ready, and it is open; or it never will be."""
+        """A prompt's media are ready, and it is open; or it never will be."""
         self.reading.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.errors.append(str(error))
@@ -142,7 +142,7 @@ class Client:
         self.mesh_client = MeshClient(patient=True)
         self.serving = asyncio.Event()
         self.counts, self.figures = Counts(), Figures()
-        self.images = Images()
+        self.media_reader = MediaReader()
         self._runs: set[Run] = set()
         self.new_handle = self.mesh_client.new_handle
 
@@ -155,7 +155,7 @@ class Client:
             self._note_serving()
             return
         if isinstance(message, MediaRead):
-            self.images.media.answered(message)
+            self.media_reader.client.answered(message)
             return
         self.mesh_client.on_message(peer, message, time.monotonic())
         if isinstance(message, edge.TextDeltas):
@@ -167,14 +167,14 @@ class Client:
         if peer.role is Role.DETOKENIZER:
             self.mesh_client.detokenizer_up(peer)
         elif peer.role is Role.MEDIA:
-            self.images.media.up()
+            self.media_reader.client.up()
         self._note_serving()
 
     def on_peer_down(self, peer: Identity, incarnation: Incarnation, reason: str) -> None:
         if peer.role is Role.DETOKENIZER:
             self.mesh_client.detokenizer_down(peer, incarnation)
         elif peer.role is Role.MEDIA:
-            self.images.media.down()
+            self.media_reader.client.down()
         self._note_serving()
 
     def flush(self) -> None:
@@ -197,9 +197,9 @@ class Client:
         self._runs.add(run)
         sent: list[RequestOutput] = []
         try:
-            for number, (submit, request, pictures) in enumerate(submits, 1):
-                if pictures:
-                    self._open_later(submit, request, pictures, run)
+            for number, (submit, request, media) in enumerate(submits, 1):
+                if media:
+                    self._open_later(submit, request, media, run)
                 else:
                     self._open(submit, request, run)
                 sent.append(request)
@@ -222,11 +222,11 @@ class Client:
         run.open.update(dict.fromkeys(choices))
         self.mesh_client.open(choices, submit)
 
-    def _open_later(self, submit: Submit, request: RequestOutput, pictures: Sequence[Picture], run: Run) -> None:
-        """Once its images are ready."""
+    def _open_later(self, submit: Submit, request: RequestOutput, inputs: MediaInputs, run: Run) -> None:
+        """Once its media are ready."""
 
         async def read() -> None:
-            media = await self.images.read(pictures, self._images_run)
+            media = await self.media_reader.read(inputs, self._media_run)
             prompt = submit.prompt
             assert not isinstance(prompt, MediaPrompt | PairPrompt)
             self._open(replace(submit, prompt=MediaPrompt(prompt, (media,))), request, run)
@@ -235,8 +235,8 @@ class Client:
         run.reading.add(task)
         task.add_done_callback(run.was_read)
 
-    def _images_run(self) -> bool:
-        """Whether prompts with images are being answered, whose ends make room."""
+    def _media_run(self) -> bool:
+        """Whether prompts with media are being answered, whose ends make room."""
         return any(find_extra(media_of(one.submit.prompt), Media) for run in self._runs for one in run.open)
 
     def _abort(self, run: Run) -> None:

@@ -16,7 +16,7 @@ from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime.errors import RequestError
-from meshlm.supervisor.api import images, vectors
+from meshlm.supervisor.api import media, vectors
 from meshlm.supervisor.api.arguments import settings_of
 from meshlm.supervisor.api.background import Background, Bar, Enqueued, finished, progress_bar
 from meshlm.supervisor.api.beams import BeamSearchOutput, BeamSearchParams, find, sequence_of
@@ -188,19 +188,19 @@ class LLM:
         several = all(isinstance(one, list | tuple) for one in messages)
         conversations: list[Any] = list(messages) if several else [list(messages)]
         template = (tools, chat_template, chat_template_kwargs, add_generation_prompt, continue_final_message)
-        kwargs = images.kwargs_json(self.checked_kwargs(mm_processor_kwargs))
+        kwargs = media.kwargs_json(self.checked_kwargs(mm_processor_kwargs))
 
         def given(messages: list[dict[str, Any]]) -> Given:
-            pictures: images.Pictures = ()
-            if self._resolved.spec.media is not None:
+            inputs: media.MediaInputs = ()
+            if (spec := self._resolved.spec.media) is not None:
                 with raised_as(ValueError, RequestError):
-                    messages, pictures = images.of_messages(messages, kwargs)
-            return Given(chat_prompt(messages, *template, **options, media=bool(pictures)), None, pictures=pictures)
+                    messages, inputs = media.of_messages(messages, kwargs, spec)
+            return Given(chat_prompt(messages, *template, **options, media=bool(inputs)), None, media=inputs)
 
         return Asked((given(list(one)) for one in conversations), len(conversations), keep)
 
     def checked_kwargs(self, mm_processor_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """ValueError where there is no processor of images."""
+        """ValueError where there is no processor of media."""
         if mm_processor_kwargs and self._resolved.spec.media is None:
             raise ValueError("mm_processor_kwargs: this model has no vision")
         return mm_processor_kwargs
@@ -217,7 +217,7 @@ class LLM:
         (adapter,) = extras_of(lora_request, 1, self._config)
         items = many(prompts)
         given = [of_generate(item) for item in items]
-        if any(one.pictures for one in given):
+        if any(one.media for one in given):
             raise ValueError("a prompt's 'multi_modal_data': images do not go with beam search")
         texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
         tokenized = iter(self._background.ask(self._client.tokenize(texts)))

@@ -10,8 +10,8 @@ from meshlm.protocol.extras import Extras
 from meshlm.protocol.prompt_embeds import ITEM_BYTES
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime import tensor_files
-from meshlm.supervisor.api import images
-from meshlm.supervisor.api.images import Pictures
+from meshlm.supervisor.api import media as of_media
+from meshlm.supervisor.api.media import MediaInputs
 
 GIVEN = ("prompt_embeds", "prompt_token_ids", "prompt")  # the first that is there counts
 OnePrompt = str | Sequence[int] | Mapping[str, Any]
@@ -33,7 +33,7 @@ class Given(NamedTuple):
     text: str | None
     cache_salt: str = ""
     extras: Extras = ()
-    pictures: Pictures = ()  # whose items come to the prompt when they are made
+    media: MediaInputs = ()  # whose items come to the prompt when they are made
 
 
 class Asked(NamedTuple):
@@ -108,11 +108,11 @@ def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _of_images(item: dict[str, Any], value: Any, add_special_tokens: bool, kwargs: Mapping[str, Any] | None) -> Given:
     """A prompt in which the model's placeholders stand for images."""
-    kwargs_json = images.kwargs_json(kwargs, item.pop("mm_processor_kwargs", None))
+    kwargs_json = of_media.kwargs_json(kwargs, item.pop("mm_processor_kwargs", None))
     given = of_generate(item, add_special_tokens=add_special_tokens)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
-    return given._replace(pictures=images.of_data(value, kwargs_json))
+    return given._replace(media=of_media.of_data(value, kwargs_json))
 
 
 def _of_audio(item: Mapping[str, Any], data: Any) -> Given:

@@ -14,9 +14,9 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.mesh.image_parts import check_count
+from meshlm.runtime.mesh.media_parts import check_count
 from meshlm.supervisor.api.client import Client, Sent, name_of
-from meshlm.supervisor.api.images import Pictures
+from meshlm.supervisor.api.media import MediaInputs
 from meshlm.supervisor.api.offline_prompts import Given
 from meshlm.supervisor.api.outputs import CompletionOutput, RequestOutput
 from meshlm.supervisor.api.sampling import SamplingParams, check_embeds
@@ -84,7 +84,7 @@ class Submits:
         constraints, most_drafted = server.structured_outputs, self._resolved.num_speculative_tokens
         for number, (given, params, priority) in enumerate(zip(prompts, each, ranks, strict=True)):
             name, prompt = f"{run}-{number}", given.prompt
-            self._check_pictures(given.pictures)
+            self._check_media(given.media)
             if (vectors := find_extra(media_of(prompt), PromptEmbeds)) is not None:
                 prompt = tensor_files.prompt_of(tensor_files.kept(vectors, params.truncate_prompt_tokens or 0, "left"))
                 check_embeds(params)
@@ -101,7 +101,7 @@ class Submits:
                 text=params.text(),
                 max_tokens=params.max_tokens,
                 cap_max_tokens=True,
-                want_ids=bool(given.pictures) or _wants_ids(prompt, params),
+                want_ids=bool(given.media) or _wants_ids(prompt, params),
                 want_text=isinstance(prompt, ChatPrompt),
                 priority=priority,
                 cache_salt=given.cache_salt,
@@ -110,17 +110,17 @@ class Submits:
             )
             ids = ints(prompt.token_ids) if isinstance(prompt, TokenPrompt) else []
             outputs = [CompletionOutput(index) for index in range(params.n)]
-            yield Sent(submit, RequestOutput(name, given.text, ids, outputs), given.pictures)
+            yield Sent(submit, RequestOutput(name, given.text, ids, outputs), given.media)
 
-    def _check_pictures(self, pictures: Pictures) -> None:
+    def _check_media(self, media: MediaInputs) -> None:
         """ValueError where the model sees none, or not so many."""
-        if not pictures:
+        if not media:
             return
-        param = pictures[0].source.param
+        param = media[0].source.param
         if self._resolved.spec.media is None:
             raise ValueError(f"{param}: this model has no vision")
         with raised_as(ValueError, RequestError):
-            check_count([picture.source for picture in pictures], self._config.media, param)
+            check_count([one.source for one in media], self._config.media, param)
 
 
 def _wants_ids(prompt: Prompt, params: SamplingParams) -> bool:

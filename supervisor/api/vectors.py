@@ -250,7 +250,7 @@ class Vectors:
         run = uuid.uuid4().hex
         for number, (given_prompt, (pool, params)) in enumerate(zip(given, pools, strict=True)):
             name, prompt, salt = f"{run}-{number}", given_prompt.prompt, given_prompt.cache_salt
-            if given_prompt.pictures:
+            if given_prompt.media:
                 raise ValueError("a prompt's 'multi_modal_data': vectors are made of texts, and of no images")
             submit = Submit(
                 handles=(Handle(self._client.new_handle()),),

@@ -8,11 +8,10 @@ import msgspec
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
+from meshlm.protocol.media import Modality
 from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules
-
-KINDS = ("image", "video", "audio")
 
 
 def settled(config: MeshConfig, files: ModelFiles) -> tuple[ModelFiles, list[str]]:
@@ -44,9 +43,9 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     except (ValueError, KeyError, TypeError) as error:
         limits, why = {}, f'must be JSON as {{"image": 4}}, or image=4: {error}'
     yield why, "--limit-mm-per-prompt", why
-    for kind, number in limits.items():
-        yield kind not in KINDS, f"--limit-mm-per-prompt: {kind}", f"unknown; {', '.join(KINDS)} are known"
-        yield number < 0, f"--limit-mm-per-prompt: {kind} {number}", "a number from 0 on"
+    for name, number in limits.items():
+        yield name not in list(Modality), f"--limit-mm-per-prompt: {name}", f"unknown; {', '.join(Modality)} are known"
+        yield number < 0, f"--limit-mm-per-prompt: {name} {number}", "a number from 0 on"
     kwargs, why = _object(m.mm_processor_kwargs)
     yield why, "--mm-processor-kwargs", why
     media_io, why = _object(m.media_io_kwargs)
@@ -62,7 +61,7 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield not _is_color(media_io), "--media-io-kwargs", "rgba_background_color must be three numbers from 0 to 255"
     path = m.allowed_local_media_path
     yield path and not Path(path).is_dir(), f"--allowed-local-media-path {path}", "there is no such folder"
-    sees = f.spec.media is not None and any(m.limit_of(kind) for kind in f.spec.media.kinds)
+    sees = f.spec.media is not None and any(m.limit_of(one) for one in f.spec.media.modalities)
     yield (
         sees and c.parallel.nnodes > 1,
         "--nnodes",

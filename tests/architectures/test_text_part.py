@@ -8,6 +8,7 @@ from model_folders import folder_with, resolve_model
 
 from meshlm.architectures.rope import rope_spec
 from meshlm.architectures.text_part import text_config, text_modules, text_tensor
+from meshlm.protocol.media import Modality
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
 from meshlm.runtime.model_files.model_config import parse_config
@@ -40,8 +41,8 @@ def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
     assert not expected.spec.text_part
     assert found.spec.architecture == expected.spec.architecture
     assert found.spec.media is not None
-    assert found.spec.media.token_id("image") == 10
-    assert found.spec.media.token_id("video") is None
+    assert found.spec.media.token_id(Modality.IMAGE) == 10
+    assert found.spec.media.token_id(Modality.VIDEO) is None
     assert not any("served as its text model" in note for note in found.notes)
     blind = SEES | {
         "architectures": ["Llama4ForConditionalGeneration"],

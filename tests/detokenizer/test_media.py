@@ -14,7 +14,7 @@ from meshlm.detokenizer.media import expanded, with_texts
 from meshlm.protocol.edges.admit import AbortRequests, Admit
 from meshlm.protocol.edges.media import RENEW_S, MediaGone, RenewMedia
 from meshlm.protocol.edges.text import MediaPrompt, Retry, Submit, TextDeltas, TextParams, TokenPrompt
-from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason, Handle, Identity, Incarnation, RequestId, Role
@@ -29,7 +29,7 @@ def item(
     *replacement: int, placeholder: int = IMAGE, before: str = "", after: str = "", name: bytes = b"a"
 ) -> MediaItem:
     return MediaItem(
-        kind="image" if placeholder == IMAGE else "video",
+        modality=Modality.IMAGE if placeholder == IMAGE else Modality.VIDEO,
         digest=name.ljust(32),
         replacement=pack_i32(replacement),
         is_vector=bytes(token in (IMAGE, VIDEO) for token in replacement),

@@ -23,7 +23,7 @@ from meshlm.mediaproc.events import (
     Skipped,
 )
 from meshlm.protocol.edges.media import LEASE_S, CancelMedia, MediaGone, MediaRead, MediaSource, ReadMedia, RenewMedia
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation, Role
 from meshlm.runtime.process.events import PeerLost, Received, Send
 
@@ -37,7 +37,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def source(data: bytes, *, url: str = "", uuid: str = "") -> MediaSource:
-    return MediaSource("image", "messages[0]", "messages", data, url, uuid)
+    return MediaSource(Modality.IMAGE, "messages[0]", "messages", data, url, uuid)
 
 
 class Bench:
@@ -129,7 +129,7 @@ class Bench:
             self._parts += 1
             part = f"{self._parts}.part"
             self.files[part] = SIZE
-            self.done.append(Made(effect.job, MediaItem("image", digest_of(effect.data), b"", b""), SIZE, part))
+            self.done.append(Made(effect.job, MediaItem(Modality.IMAGE, digest_of(effect.data), b"", b""), SIZE, part))
         return self.done[-1]
 
     def finish(self) -> None:

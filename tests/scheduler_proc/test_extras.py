@@ -15,7 +15,7 @@ from meshlm.protocol.edges.step import RowFailed, StepPlan
 from meshlm.protocol.extra_kind import ExtraKind, Span
 from meshlm.protocol.extras import Extras, key_parts
 from meshlm.protocol.grammar import Grammar, GrammarKind
-from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import ErrorKind, FinishReason
@@ -108,8 +108,8 @@ def test_a_step_ends_inside_no_run_and_goes_on(gaps: list[tuple[int, int]], star
 
 VECTORS = PromptEmbeds("float32", ((2, 3), (70, 4)), bytes(range(28)))
 GRAMMAR = Grammar(GrammarKind.COMPILED, "a")
-PICTURE = MediaItem("image", b"d" * 32, pack_i32([5] * 70), b"\1" * 70, 30, is_uncut=True)
-MEDIA = Media((PICTURE, MediaItem("image", b"e" * 32, pack_i32([5] * 20), b"\1" * 20, 150)))
+PICTURE = MediaItem(Modality.IMAGE, b"d" * 32, pack_i32([5] * 70), b"\1" * 70, 30, is_uncut=True)
+MEDIA = Media((PICTURE, MediaItem(Modality.IMAGE, b"e" * 32, pack_i32([5] * 20), b"\1" * 20, 150)))
 
 
 @pytest.mark.parametrize("extras", [(VECTORS,), (Audio(b"abcd"),), (MEDIA,), (GRAMMAR, VECTORS)])
@@ -159,7 +159,7 @@ def test_a_cut_keeps_whole_images_alone() -> None:
 def test_nobody_finds_what_was_computed_without_an_image() -> None:
     """The text before it stays; who found the blocks already, as steps are planned ahead, ends too."""
     bench = Bench(limits(max_num_batched_tokens=128), 40, 8)
-    media = Media((MediaItem("image", b"d" * 32, pack_i32([5] * 20), b"\1" * 20, 20),))
+    media = Media((MediaItem(Modality.IMAGE, b"d" * 32, pack_i32([5] * 20), b"\1" * 20, 20),))
     prompt = [*range(7, 27), *[5] * 20, *range(7, 17)]
     bench.assign(0, [7, 8, 9], 1)
     bench.assign(1, prompt, 4, extras=(media,))

@@ -1,7 +1,8 @@
-"""Encoders of images: transformers' own modules, with the checkpoint's weights by the checkpoint's names.
+"""Encoders of images, videos and sounds: transformers' own modules, with the checkpoint's weights by the checkpoint's names.
 
 The whole model is made on the meta device, without its text part; what is left (tower, projector) gets memory and weights. All of a
-model's code between pixels and the vectors that stand in the prompt is its `get_image_features`: tiles, windows, merging, unpadding.
+model's code between an item's tensors and the vectors that stand in the prompt is one method for each modality, `get_image_features`
+among them: tiles, windows, merging, unpadding.
 """
 
 import inspect
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlm.protocol.config import Resolved
+from meshlm.protocol.media import Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import is_needless
@@ -25,6 +27,11 @@ from meshlm.workers.weights.sources import encoder_sources
 _TEXT_PARTS = ("language_model", "text_model")
 _NOT_NAMED = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
 """Files of some versions of transformers have these in the names of tensors, and others have not."""
+FEATURES = {
+    Modality.IMAGE: "get_image_features",
+    Modality.VIDEO: "get_video_features",
+    Modality.AUDIO: "get_audio_features",
+}
 ENCODE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What transformers' code raises for tensors that are not a processor's."""
 
@@ -39,9 +46,8 @@ class MediaEncoder:
         self.spec, self.dtype, self.device, self._seed = spec, dtype, device, seed
         self.width = spec.hidden_size * (1 + spec.deepstack)
         self.module = _made(spec, dtype, device, seed)
-        taken = inspect.signature(self.module.model.get_image_features).parameters.values()
-        named = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
-        self._takes = {one.name: one.default is one.empty for one in named}
+        self._features = {one: getattr(self.module.model, FEATURES[one]) for one in spec.modalities}
+        self._takes = {one: _taken_by(method) for one, method in self._features.items()}
         self.load(resolved)
 
     def load(self, resolved: Resolved) -> None:
@@ -65,10 +71,11 @@ class MediaEncoder:
         if left:
             raise ProcessFatal(f"{where}: tensor {min(left)} of the encoder is missing")
 
-    def arguments(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def arguments(self, modality: Modality, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those that the encoder reads. MediaError where one is missing, or holds no numbers."""
-        found = {name: value for name, value in tensors.items() if name in self._takes}
-        for name, needed in self._takes.items():
+        takes = self._takes[modality]
+        found = {name: value for name, value in tensors.items() if name in takes}
+        for name, needed in takes.items():
             if needed and name not in found:
                 raise MediaError(f"the tensor {name} is missing, which {self.spec.architecture} needs")
         for name, value in found.items():
@@ -76,8 +83,8 @@ class MediaEncoder:
                 raise MediaError(f"the tensor {name} has numbers that are not finite")
         return found
 
-    def encode(self, items: list[dict[str, Tensor]], num_vectors: int) -> list[Tensor]:
-        """The vectors [num_vectors, width] of each of some items of equal shapes, which have so many each. MediaError."""
+    def encode(self, modality: Modality, items: list[dict[str, Tensor]], num_vectors: int) -> list[Tensor]:
+        """The vectors [num_vectors, width] of each of some items of a modality and equal shapes. MediaError."""
         first = items[0]
         joined = {name: torch.cat([item[name] for item in items]).to(self.device) for name in first}
         given = {
@@ -86,7 +93,7 @@ class MediaEncoder:
         }  # fmt: skip
         try:
             with torch.inference_mode():
-                out = self.module.model.get_image_features(**given, return_dict=True)
+                out = self._features[modality](**given, return_dict=True)
         except ENCODE_ERRORS as error:
             if isinstance(error, getattr(torch, "AcceleratorError", ())):  # the device computes nothing any more
                 raise
@@ -103,8 +110,14 @@ class MediaEncoder:
         return list(vectors.to(self.dtype).split(num_vectors))
 
 
+def _taken_by(method: Any) -> dict[str, bool]:
+    """The names of its arguments, and whether it needs them."""
+    parameters = inspect.signature(method).parameters.values()
+    return {one.name: one.default is one.empty for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD}
+
+
 def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
-    """[vectors, hidden], of one tensor or of one for each image."""
+    """[vectors, hidden], of one tensor or of one for each item."""
     each = [found] if isinstance(found, Tensor) else list(found)
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in each])
 

@@ -52,13 +52,13 @@ class EncoderStage:
                 found[item.digest] = vectors
                 continue
             try:
-                if item.kind not in self.encoder.spec.kinds:
-                    raise MediaError(f"{self.encoder.spec.architecture} takes no {item.kind}")
-                tensors = self.encoder.arguments(read_tensors(item))
+                if item.modality not in self.encoder.spec.modalities:
+                    raise MediaError(f"{self.encoder.spec.architecture} takes no {item.modality}")
+                tensors = self.encoder.arguments(item.modality, read_tensors(item))
             except MediaError as error:
                 found[item.digest] = error
             else:
-                waiting.setdefault((item.num_vectors, *same_shape(tensors)), []).append((item, tensors))
+                waiting.setdefault((item.modality, item.num_vectors, *same_shape(tensors)), []).append((item, tensors))
         for group in waiting.values():
             at_once = 1 if self._one_by_one else max(1, self._max_vectors // max(1, group[0][0].num_vectors))
             for begin in range(0, len(group), at_once):
@@ -70,7 +70,7 @@ class EncoderStage:
     ) -> None:
         """An item that cannot be encoded takes no other with it."""
         try:
-            made = self.encoder.encode([tensors for _, tensors in group], group[0][0].num_vectors)
+            made = self.encoder.encode(group[0][0].modality, [tensors for _, tensors in group], group[0][0].num_vectors)
         except MediaError as error:
             if len(group) == 1:
                 found[group[0][0].digest] = error

@@ -27,12 +27,12 @@ def read_tensors(item: MediaItem) -> dict[str, Tensor]:
     try:
         data = np.memmap(item.path, np.uint8, mode="r")
     except (OSError, ValueError) as error:
-        raise MediaError(f"the {item.kind}'s tensors cannot be read ({type(error).__name__})") from None
+        raise MediaError(f"the {item.modality}'s tensors cannot be read ({type(error).__name__})") from None
     found = {}
     for name, dtype, shape, offset in ((one.name, one.dtype, one.shape, one.offset) for one in item.tensors):
         size = prod(shape) * ITEM_BYTES[dtype]
         if min(shape, default=1) < 0 or len(shape) > MAX_DIMS or offset < 0 or offset + size > len(data):
-            raise MediaError(f"the {item.kind}'s tensor {name} {list(shape)} is not in its file")
+            raise MediaError(f"the {item.modality}'s tensor {name} {list(shape)} is not in its file")
         copied = torch.from_numpy(np.array(data[offset : offset + size]))
         found[name] = copied.view(_DTYPES[dtype]).view(shape)
     return found

@@ -19,7 +19,7 @@ from serving import Serving
 from meshlm.architectures.media import media_spec
 from meshlm.mediaproc.images import decoded
 from meshlm.mediaproc.processors import Processor
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import MediaItem, Modality
 
 FLAGS = ("--load-format", "dummy", "--device", "fake", "--max-model-len", "2048", "--fake-step-ms", "20")
 LIMIT_S = 300  # the processor's libraries load with the first image
@@ -62,7 +62,7 @@ def placed(processor: Processor, prompt: list[int], *files: bytes) -> list[Media
     """The items of these files in a prompt."""
     items, at = [], 0
     for data in files:
-        item = processor.made(decoded(data, 1 << 30, (255, 255, 255)), {}).item
+        item = processor.made(Modality.IMAGE, decoded(data, 1 << 30, (255, 255, 255)), {}).item
         first = next(place for place in range(at, len(prompt)) if prompt[place] == item.placeholder)
         items.append(_moved(item, first))
         at = first + item.num_tokens

@@ -48,7 +48,7 @@ AUDIO = audio.Audio(pack_f32([0.5, -0.25]))
 MEDIA = media.Media(
     (
         media.MediaItem(
-            "image",
+            media.Modality.IMAGE,
             b"d" * media.DIGEST_BYTES,
             pack_i32([5, 6, 6, 7]),
             bytes([0, 1, 1, 0]),
@@ -64,7 +64,13 @@ MEDIA = media.Media(
     )
 )
 MEDIA_SOURCE = edge_media.MediaSource(
-    "image", "messages[0].content[1]", "messages", b"\x89PNG", "https://a.example/b.png", "cat-1", b'{"a":1}'
+    media.Modality.IMAGE,
+    "messages[0].content[1]",
+    "messages",
+    b"\x89PNG",
+    "https://a.example/b.png",
+    "cat-1",
+    b'{"a":1}',
 )
 SAMPLING = sampling.SamplingParams(
     max_tokens=99,

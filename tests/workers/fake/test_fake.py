@@ -16,7 +16,7 @@ from tiny_models import resolved_of
 from meshlm.protocol.config import CacheConfig, MeshConfig, WorkerConfig
 from meshlm.protocol.edges.step import NewRow, StepPlan
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
-from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.pool import Pool, PoolKind
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import ints, pack_i32
@@ -47,7 +47,7 @@ def test_images_decide_tokens() -> None:
     tokens = list(range(20, 32))
     found = []
     for digest in (b"a" * 32, b"b" * 32):
-        item = MediaItem("image", digest, pack_i32([3] * 6), bytes([0, 1, 1, 1, 1, 0]), position=4)
+        item = MediaItem(Modality.IMAGE, digest, pack_i32([3] * 6), bytes([0, 1, 1, 1, 1, 0]), position=4)
         asks = msgspec.structs.replace(new(0, tokens, [5, 2]), extras=(Media((item,)),))
         found.append(run(engine(), plan([0], [0], [12], [asks])))
         seen = [*tokens[:5], *tokens_of_media(item, VOCAB), *tokens[9:]]

@@ -12,7 +12,7 @@ from served_engines import Engines
 from serving_images import STEP, ask, behind
 from small_models import CPU, resolved
 
-from meshlm.protocol.media import Media, MediaItem
+from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.workers.media.encoder import MediaEncoder
@@ -87,11 +87,11 @@ def test_items_of_one_shape_are_encoded_at_once_and_a_bad_one_takes_none_with_it
     calls: list[int] = []
     encode = stage.encoder.encode
 
-    def counted(tensors: list[dict[str, torch.Tensor]], num_vectors: int) -> list[torch.Tensor]:
+    def counted(modality: Modality, tensors: list[dict[str, torch.Tensor]], num_vectors: int) -> list[torch.Tensor]:
         calls.append(len(tensors))
         if any(bool((one["pixel_values"] == 0).all()) for one in tensors):
             raise MediaError("all is black")
-        return encode(tensors, num_vectors)
+        return encode(modality, tensors, num_vectors)
 
     setattr(stage.encoder, "encode", counted)  # noqa: B010 - mypy lets nobody assign a method
     for found, expected in zip(stage.vectors(items), alone, strict=True):
@@ -163,7 +163,12 @@ def test_positions_of_images_are_transformers(seeing: Seeing) -> None:
 
 def test_axes_of_frequencies() -> None:
     spec = MediaSpec(
-        architecture="", config="", tower="", hidden_size=8, placeholders=(("image", 3),), mrope_section=(4, 2, 2)
+        architecture="",
+        config="",
+        tower="",
+        hidden_size=8,
+        placeholders=((Modality.IMAGE, 3),),
+        mrope_section=(4, 2, 2),
     )
     assert spec.axes(8) == (0, 0, 0, 0, 1, 1, 2, 2)
     assert replace(spec, mrope_interleaved=True).axes(8) == (0, 1, 2, 0, 1, 2, 0, 0)

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from small_models import SMALL
 
-from meshlm.protocol.media import Media, MediaItem, MediaTensor
+from meshlm.protocol.media import Media, MediaItem, MediaTensor, Modality
 
 Image: Any = pytest.importorskip("PIL.Image", reason="Pillow is what processors read images with")
 WORDS = 120  # ids of words: w0, w1 ... behind them stand those of special tokens
@@ -321,7 +321,15 @@ class Seeing:
             grid = frames, rows // self.case.merge, columns // self.case.merge
         uncut = self.case.config == "Gemma3Config"
         return MediaItem(
-            "image", digest.digest(), ids.tobytes(), is_vector, -1, grid, str(path), tuple(tensors), is_uncut=uncut
+            Modality.IMAGE,
+            digest.digest(),
+            ids.tobytes(),
+            is_vector,
+            -1,
+            grid,
+            str(path),
+            tuple(tensors),
+            is_uncut=uncut,
         )
 
     def prompt(self, text: str, images: list[Any]) -> tuple[list[int], Media | None]:

@@ -1,4 +1,4 @@
-"""The images of a script's prompts: vLLM's forms of them as sources for the media process, and their way there (docs/media.md).
+"""The media of a script's prompts: vLLM's forms of them as sources for the media process, and their way there (docs/media.md).
 
 An image of Pillow is written as a PNG when its turn comes, and not before: a script may give thousands at once. Owned by client.py.
 """
@@ -13,13 +13,16 @@ import msgspec
 from msgspec.structs import replace
 
 from meshlm.protocol.edges.media import LEASE_S, MediaSource
-from meshlm.protocol.media import Media
+from meshlm.protocol.media import Media, Modality
+from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.client.media_client import MediaClient
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.mesh import image_parts
+from meshlm.runtime.mesh import media_parts
+from meshlm.runtime.mesh.media_parts import Part, Reading
 
 PILLOW = "image_pil"  # the type of a part with an image of Pillow, and its key; vLLM's
+TYPES = {**media_parts.URL_TYPES, PILLOW: Modality.IMAGE}
 DATA = "multi_modal_data"
 AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")  # modes that a PNG keeps as they are
 LEVEL = 1  # of compression: it goes to a process of this host
@@ -28,18 +31,18 @@ AGAIN_S = 0.5
 PATIENCE_S = LEASE_S + 5  # that there is no room after the last image of ours could be let go
 
 
-class Picture(NamedTuple):
-    """An image of a prompt: where it comes from, or Pillow's image."""
+class MediaInput(NamedTuple):
+    """An item of a prompt: where it comes from, or an image of Pillow."""
 
     source: MediaSource
-    image: Any = None
+    value: Any = None
 
     def read(self) -> MediaSource:
         """The source with its data."""
-        return self.source if self.image is None else replace(self.source, data=_png(self.image, self.source.where))
+        return self.source if self.value is None else replace(self.source, data=_png(self.value, self.source.where))
 
 
-Pictures = tuple[Picture, ...]
+MediaInputs = tuple[MediaInput, ...]
 
 
 def kwargs_json(*given: Mapping[str, Any] | None) -> bytes:
@@ -51,7 +54,7 @@ def kwargs_json(*given: Mapping[str, Any] | None) -> bytes:
         raise ValueError(f"mm_processor_kwargs: must be values of JSON: {error}") from None
 
 
-def of_data(value: Any, kwargs: bytes) -> Pictures:
+def of_data(value: Any, kwargs: bytes) -> MediaInputs:
     """The images of {"image": value}: one of Pillow, or a list of them. ValueError."""
     images = list(value) if isinstance(value, list | tuple) else [value]
     for image in images:
@@ -59,48 +62,49 @@ def of_data(value: Any, kwargs: bytes) -> Pictures:
             text = f"must be an image of Pillow, or a list of them, and no {type(image).__name__}"
             raise ValueError(f"a prompt's {DATA!r}: 'image': {text}")
     return tuple(
-        Picture(MediaSource("image", f"{DATA}.image[{index}]", DATA, processor_kwargs_json=kwargs), image)
+        MediaInput(MediaSource(Modality.IMAGE, f"{DATA}.image[{index}]", DATA, processor_kwargs_json=kwargs), image)
         for index, image in enumerate(images)
     )
 
 
-def of_messages(messages: list[dict[str, Any]], kwargs: bytes) -> tuple[list[dict[str, Any]], Pictures]:
-    """The messages as a template takes them, and their images. RequestError."""
-    images: list[Any] = []
+def of_messages(
+    messages: list[dict[str, Any]], kwargs: bytes, spec: MediaSpec
+) -> tuple[list[dict[str, Any]], MediaInputs]:
+    """The messages as a template takes them, and their media. RequestError."""
+    values: list[Any] = []
 
-    def read(part: dict[str, Any], where: str, kwargs: bytes) -> MediaSource:
-        if part["type"] != PILLOW:
-            images.append(None)
-            return image_parts.source_of(part, where, kwargs)
-        if not _is_image(image := part.get(PILLOW)):
-            text = f"{where}.{PILLOW}: must be an image of Pillow, and no {type(image).__name__}"
-            raise RequestError(ErrorKind.INVALID, text, "messages")
-        images.append(image)
-        return MediaSource("image", f"{where}.{PILLOW}", "messages", processor_kwargs_json=kwargs)
+    def read(part: Part) -> MediaSource:
+        if part.value["type"] != PILLOW:
+            values.append(None)
+            return media_parts.source_of(part)
+        where = f"{part.where}.{PILLOW}"
+        if not _is_image(image := part.value.get(PILLOW)):
+            raise media_parts.wrong(where, f"must be an image of Pillow, and no {type(image).__name__}")
+        values.append(image)
+        return MediaSource(part.modality, where, "messages", processor_kwargs_json=part.kwargs)
 
-    types = (*image_parts.URL_TYPES, PILLOW)
-    shown, sources = image_parts.of_messages(messages, kwargs, read, types)
-    return shown, tuple(map(Picture, sources, images))
+    shown, sources = media_parts.of_messages(messages, Reading(spec, kwargs, read, TYPES))
+    return shown, tuple(map(MediaInput, sources, values))
 
 
-class Images:
-    """Has images read. What finds no room waits, as long as images of other prompts may make some."""
+class MediaReader:
+    """Has items read. What finds no room waits, as long as items of other prompts may make some."""
 
     def __init__(self) -> None:
-        self.media = MediaClient()
+        self.client = MediaClient()
         self._turns, self._writing = asyncio.Semaphore(READ_AT_ONCE), asyncio.Lock()
 
-    async def read(self, pictures: Sequence[Picture], others_run: Callable[[], bool]) -> Media:
+    async def read(self, inputs: Sequence[MediaInput], others_run: Callable[[], bool]) -> Media:
         """The items of a prompt. others_run: whether prompts with images are being answered. RequestError."""
         async with self._turns:
             # One at a time: two prompts may have the same image of Pillow, which is not for two threads.
             async with self._writing:
-                sources = await asyncio.to_thread(lambda: [picture.read() for picture in pictures])
+                sources = await asyncio.to_thread(lambda: [one.read() for one in inputs])
             loop = asyncio.get_running_loop()
             since = loop.time()
             while True:
                 try:
-                    return Media(await self.media.read(sources))
+                    return Media(await self.client.read(sources))
                 except RequestError as error:
                     if others_run():
                         since = loop.time()

@@ -10,17 +10,19 @@ from PIL import Image
 
 from meshlm.protocol.edges.media import MediaRead, ReadMedia
 from meshlm.protocol.edges.text import TextPrompt, TokenPrompt
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import MediaItem, Modality
+from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime.client.media_client import MEDIA
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.mesh.messages import IMAGE
-from meshlm.supervisor.api import images
+from meshlm.runtime.mesh.messages import part_of
+from meshlm.supervisor.api import media
 from meshlm.supervisor.api.offline_prompts import of_generate
 from meshlm.supervisor.api.tokenizer import chat_prompt
 
-ITEM = MediaItem("image", bytes(32), pack_i32([1]), b"\1")
+SPEC = MediaSpec(architecture="", config="", tower="", hidden_size=8, placeholders=((Modality.IMAGE, 3),))
+ITEM = MediaItem(Modality.IMAGE, bytes(32), pack_i32([1]), b"\1")
 
 
 @pytest.mark.parametrize("text", [{"prompt": "a"}, {"prompt_token_ids": [1, 2]}])
@@ -30,12 +32,12 @@ def test_one_image_or_a_list_goes_with_a_prompt(text: dict[str, Any]) -> None:
     given = of_generate({**text, "multi_modal_data": {"image": one}})
     assert given.prompt == of_generate(text).prompt
     assert isinstance(given.prompt, TextPrompt | TokenPrompt)
-    assert [found.image for found in given.pictures] == [one]
+    assert [found.value for found in given.media] == [one]
     both = of_generate({**text, **kwargs, "multi_modal_data": {"image": [one, other]}}, mm_processor_kwargs={"a": 1})
-    assert [found.image for found in both.pictures] == [one, other]
-    assert [found.source.where for found in both.pictures] == ["multi_modal_data.image[0]", "multi_modal_data.image[1]"]
-    assert both.pictures[0].source.processor_kwargs_json == b'{"a":1,"max_pixels":9}'
-    assert of_generate({**text, "multi_modal_data": {"image": []}}).pictures == ()
+    assert [found.value for found in both.media] == [one, other]
+    assert [found.source.where for found in both.media] == ["multi_modal_data.image[0]", "multi_modal_data.image[1]"]
+    assert both.media[0].source.processor_kwargs_json == b'{"a":1,"max_pixels":9}'
+    assert of_generate({**text, "multi_modal_data": {"image": []}}).media == ()
 
 
 @pytest.mark.parametrize("value", [1, "a.png", b"file", [picture(), None], {"a": 1}])
@@ -57,9 +59,10 @@ def test_a_chat_has_images_in_the_order_of_its_parts() -> None:
         {"type": "image_pil", "image_pil": one},
         {"type": "image_url", "image_url": {"url": "file:///a.png"}},
     ]
-    shown, found = images.of_messages([{"role": "user", "content": parts}], b"")
-    assert shown == [{"role": "user", "content": [parts[0], IMAGE, IMAGE, IMAGE]}]
-    assert [(one.source.data, one.source.url, one.image) for one in found] == [
+    shown, found = media.of_messages([{"role": "user", "content": parts}], b"", SPEC)
+    image = part_of(Modality.IMAGE)
+    assert shown == [{"role": "user", "content": [parts[0], image, image, image]}]
+    assert [(one.source.data, one.source.url, one.value) for one in found] == [
         (data, "", None),
         (b"", "", one),
         (b"", "file:///a.png", None),
@@ -69,15 +72,15 @@ def test_a_chat_has_images_in_the_order_of_its_parts() -> None:
     with pytest.raises(
         RequestError, match=r"^messages\[0\].content\[0\].image_pil: must be an image of Pillow, and no s"
     ):
-        images.of_messages([{"role": "user", "content": [{"type": "image_pil", "image_pil": "a.png"}]}], b"")
+        media.of_messages([{"role": "user", "content": [{"type": "image_pil", "image_pil": "a.png"}]}], b"", SPEC)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK", "HSV", "F"])
 def test_pillows_images_keep_their_pixels(mode: str) -> None:
     image = picture(5, mode="L").convert("I").convert("I;16") if mode == "I;16" else picture(5, mode=mode)
-    (made,) = images.of_data(image, b"")
+    (made,) = media.of_data(image, b"")
     found = Image.open(io.BytesIO(made.read().data))
-    expected = image if mode in images.AS_PNG else image.convert("RGB")
+    expected = image if mode in media.AS_PNG else image.convert("RGB")
     assert (found.mode, found.size) == (expected.mode, expected.size)
     assert found.convert("RGBA").tobytes() == expected.convert("RGBA").tobytes()
 
@@ -86,7 +89,7 @@ def test_a_photograph_that_lies_on_its_side_is_taken_as_it_is() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.open(io.BytesIO(file_of(picture(), "JPEG", exif=exif.tobytes())))
-    found = Image.open(io.BytesIO(images.of_data(image, b"")[0].read().data))
+    found = Image.open(io.BytesIO(media.of_data(image, b"")[0].read().data))
     assert found.getexif().get(0x0112) is None
     assert found.tobytes() == image.tobytes()
 
@@ -95,7 +98,7 @@ def test_a_damaged_file_is_its_own_error() -> None:
     whole = file_of(picture(6, (400, 300)))
     image = Image.open(io.BytesIO(whole[: len(whole) // 2]))
     with pytest.raises(RequestError, match=r"^multi_modal_data.image\[0\]: cannot be read: ") as error:
-        images.of_data(image, b"")[0].read()
+        media.of_data(image, b"")[0].read()
     assert error.value.param == "multi_modal_data"
 
 
@@ -103,8 +106,8 @@ class Answers:
     """A media process that says these things in turn."""
 
     def __init__(self, *refusals: ErrorKind | None) -> None:
-        self.images, self._refusals = images.Images(), list(refusals)
-        self.images.media.send = self.asked
+        self.media_reader, self._refusals = media.MediaReader(), list(refusals)
+        self.media_reader.client.send = self.asked
         self.sizes: list[int] = []
 
     def asked(self, to: object, message: object) -> None:
@@ -114,20 +117,20 @@ class Answers:
             refusal = self._refusals.pop(0)
             found = (ITEM,) if refusal is None else ()
             answer = MediaRead(message.handle, found, refusal or ErrorKind.INVALID, "no" if refusal else "")
-            asyncio.get_running_loop().call_soon(self.images.media.answered, answer)
+            asyncio.get_running_loop().call_soon(self.media_reader.client.answered, answer)
 
 
 def read(answers: Answers, others_run: bool) -> Any:
-    return asyncio.run(answers.images.read(images.of_data(picture(), b""), lambda: others_run))
+    return asyncio.run(answers.media_reader.read(media.of_data(picture(), b""), lambda: others_run))
 
 
 def test_what_finds_no_room_waits_while_others_may_make_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "AGAIN_S", 0.0)
+    monkeypatch.setattr(media, "AGAIN_S", 0.0)
     answers = Answers(ErrorKind.OVERLOADED, ErrorKind.OVERLOADED, None)
     assert read(answers, True).items == (ITEM,)
     assert len(answers.sizes) == 3
     assert min(answers.sizes) > 0
-    monkeypatch.setattr(images, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(media, "PATIENCE_S", -1.0)
     with pytest.raises(RequestError, match="no"):
         read(Answers(ErrorKind.OVERLOADED), False)
     with pytest.raises(RequestError, match="no"):
