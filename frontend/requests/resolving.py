@@ -73,5 +73,5 @@ async def read_adapter(name: str, folder: Path, backend: "Backend") -> Adapter:
     """The adapter of a folder, held against the model. ModelFilesError."""
     from meshlm.runtime.model_files import adapter_files  # with all model families, which no other request needs
 
-    limits = adapter_files.Limits.of(backend.config.adapters, backend.resolved.device)
+    limits = adapter_files.Limits.of(backend.config, backend.resolved.device)
     return await asyncio.to_thread(partial(adapter_files.adapter_of, name, folder, backend.resolved.spec, limits))

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from meshlm.architectures.registry import weights_of
 from meshlm.protocol.adapters import Adapter
-from meshlm.protocol.config.adapters import AdapterConfig
+from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.model import ModelSpec
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime.errors import ModelFilesError
@@ -33,7 +33,6 @@ _PLAIN_STARTS = (
     "lora_ga",
 )  # of peft: those that leave the base as it is
 _ABSENT = {
-    "target_parameters": "adapters of experts are not there yet",
     "layer_replication": "layers cannot be replicated",
     "lora_bias": "biases of adapters are not read",
     "use_qalora": "QALoRA is not there yet",
@@ -58,10 +57,16 @@ class Limits(Struct, frozen=True):
     max_rank: int
     target_modules: tuple[str, ...] = ()  # the last words of modules; none: all
     device: str = "cpu"  # --device of the workers
+    no_experts: str = ""  # why experts cannot be adapted; empty: they can
 
     @classmethod
-    def of(cls, settings: AdapterConfig, device: str) -> Self:
-        return cls(settings.max_lora_rank, settings.lora_target_modules, device)
+    def of(cls, config: MeshConfig, device: str) -> Self:
+        settings, why = config.adapters, ""
+        if config.lockstep:
+            why = "ranks whose experts step together (-dp with --enable-expert-parallel) have no adapters of experts"
+        elif config.experts.enable_eplb:
+            why = "experts that move between ranks (--enable-eplb) have no adapters"
+        return cls(settings.max_lora_rank, settings.lora_target_modules, device, why)
 
 
 class AdapterFiles(NamedTuple):
@@ -83,13 +88,16 @@ def read_adapter(folder: Path, spec: ModelSpec, limits: Limits) -> AdapterFiles:
     file = tensors.file
     modules = tuple(adapted_modules(file, config, tensors.headers, spec))
     for module in modules:
-        if limits.device != "cpu" and (module.parameter or module.whole):
-            what = f"{module.name} is adapted otherwise than by lora_A and lora_B of a layer"
+        if limits.device != "cpu" and (module.parameter or module.whole or module.experts):
+            what = f"{module.name} is adapted otherwise than by lora_A and lora_B of a linear layer"
             raise ModelFilesError(f"{file}: {what}, on --device cpu alone so far; this is --device {limits.device}")
         if module.rank > limits.max_rank:
             raise ModelFilesError(f"{file}: {module.name} has rank {module.rank}; --max-lora-rank is {limits.max_rank}")
         last = module.name.rpartition(".")[2]
-        if limits.target_modules and last not in limits.target_modules:
+        if module.experts and limits.no_experts:
+            raise ModelFilesError(f"{file}: {module.name}: {limits.no_experts}")
+        words = {last, "experts"} if module.experts else {last}
+        if limits.target_modules and words.isdisjoint(limits.target_modules):
             raise ModelFilesError(f"{file}: it changes {last}, which --lora-target-modules does not name")
     invocation = _invocation(folder / CONFIG, config, modules, spec.vocab_size)
     tensors.check_finite()
@@ -136,9 +144,10 @@ def _invocation(
         raise ModelFilesError(
             f"{file}: alora_invocation_tokens must be ids of the model's {vocab_size} tokens, at least one"
         )
-    if other := next((one for one in modules if one.parameter or one.whole or one.magnitude), None):
+    if other := next((one for one in modules if one.parameter or one.whole or one.magnitude or one.experts), None):
+        what = "is of experts" if other.experts else "is not adapted by lora_A and lora_B alone"
         raise ModelFilesError(
-            f"{file}: alora_invocation_tokens: {other.name} is not adapted by lora_A and lora_B alone; aLoRA takes nothing else"
+            f"{file}: alora_invocation_tokens: {other.name} {what}; aLoRA takes linear layers and nothing else"
         )
     return tuple(tokens)
 

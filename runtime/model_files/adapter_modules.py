@@ -2,7 +2,8 @@
 
 peft names tensors by the module, and by what they are in it: lora_A and lora_B of a linear layer (with DoRA its magnitudes),
 lora_embedding_A [rank, tokens] and lora_embedding_B [hidden, rank] of the table of embeddings, `weight` and `bias` of a module that was
-trained whole (modules_to_save), trainable_tokens_delta of rows of a table that were trained. Called by adapter_files.py.
+trained whole (modules_to_save), trainable_tokens_delta of rows of a table that were trained. adapter_experts.py has those of experts.
+Called by adapter_files.py.
 """
 
 import re
@@ -14,6 +15,7 @@ from meshlm.architectures.family import Layout, Weight
 from meshlm.architectures.registry import family_of, weights_of
 from meshlm.protocol.model import ModelSpec
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.adapter_experts import StackedExperts, find_pair, is_of_all, sizes_of_all
 from meshlm.runtime.model_files.adapter_tensors import EXPONENTS
 from meshlm.runtime.model_files.checkpoint_files import TensorHeader
 
@@ -62,6 +64,7 @@ class AdaptedModule(NamedTuple):
     rows: str = ""  # what some rows of the table are instead ...
     row_ids: tuple[int, ...] = ()  # ... and which
     is_transposed: bool = False  # `whole` has a row for each input
+    experts: StackedExperts | None = None  # whose matrices A and B hold; None: it is no expert's
 
 
 def adapted_modules(
@@ -81,7 +84,8 @@ def adapted_modules(
     if not found:
         raise ModelFilesError(f"{file}: it holds no tensor")
     for module, names in sorted(found.items()):
-        yield from _Module(file, config, headers, spec, module, names).read()
+        found_module = _Module(file, config, headers, spec, module, names)
+        yield from found_module.read_experts() if is_of_all(module, spec) else found_module.read()
 
 
 def _kind_of(file: Path, name: str) -> tuple[str, str]:
@@ -111,6 +115,9 @@ class _Module(NamedTuple):
             raise self.error(
                 f": this model ({self.spec.architecture}) has no such module, or none that adapters change"
             )
+        is_experts = weights[0].expert is not None
+        if is_experts:
+            self._check_experts()
         a, b = self._pair(parameter)
         outputs, inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         rank = self.headers[a].shape[0] if a else 0
@@ -124,10 +131,31 @@ class _Module(NamedTuple):
         found = AdaptedModule(
             self.name, a, b, rank, scale, tuple(weight.name for weight in weights), get("M", ""), parameter,
             get("W", ""), get("V", ""), get("T", ""), ids, _layout(weights[0].name, self.spec) is Layout.TRANSPOSED,
+            StackedExperts(1) if is_experts else None,
         )  # fmt: skip
         yield found
         if ids and parameter == EMBEDDING and self.spec.tie_word_embeddings:  # the head has the same rows
             yield AdaptedModule(_HEADS[0], "", "", 0, 0.0, found.weights, parameter=HEAD, rows=found.rows, row_ids=ids)
+
+    def read_experts(self) -> Iterator[AdaptedModule]:
+        """What one pair of tensors changes of all experts of a layer."""
+        self._check_experts()
+        a, b = self._pair("")
+        shapes = self.headers[a].shape, self.headers[b].shape
+        found = find_pair(self.name, *shapes, self.spec)
+        if found is None:
+            raise self.error(
+                f" has {shapes[0]} and {shapes[1]}; for this model they must be {sizes_of_all(self.name, self.spec)}"
+            )
+        name = f"{re.sub(r'([.]base_layer)+$', '', self.name)}.{found.parameter}"
+        scale = _scale(self.file, self.config, name, found.rank)
+        yield AdaptedModule(name, a, b, found.rank, scale, found.weights, experts=found.stacked)
+
+    def _check_experts(self) -> None:
+        if self.config.get("use_dora") or "M" in self.names:
+            raise self.error(": DoRA of experts is not there; adapt them without use_dora")
+        if other := self.names.keys() - {"A", "B"}:
+            raise self.error(f" has {self.names[min(other)]}; experts are adapted by lora_A and lora_B alone")
 
     def _pair(self, parameter: str) -> tuple[str, str]:
         """The names of A and B, where the module has them."""
@@ -199,6 +227,8 @@ def _weights_of_module(module: str, spec: ModelSpec) -> tuple[str, list[Weight]]
         own = family.rename(name) if family.rename is not None else name
         if own in known:
             weight = known[own]
+            if weight.expert is not None:
+                return "", [weight]
             if weight.layer is None and weight.parameter in (EMBEDDING, HEAD) and not weight.integers:
                 return weight.parameter, [weight]
             return "", [weight] if is_adaptable(weight) and _layout(own, spec) is not Layout.BY_GROUP else []

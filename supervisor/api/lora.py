@@ -47,6 +47,6 @@ def extras_of(given: LoRARequests, count: int, config: MeshConfig) -> list[Extra
 
 def _read(given: LoRARequest, config: MeshConfig) -> Extras:
     resolved = config.require_resolved()
-    limits = adapter_files.Limits.of(config.adapters, resolved.device)
+    limits = adapter_files.Limits.of(config, resolved.device)
     with raised_as(ValueError, ModelFilesError, of="lora_request"):
         return (adapter_files.adapter_of(given.lora_name, Path(given.lora_path), resolved.spec, limits),)

@@ -40,7 +40,7 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
 def read(config: MeshConfig, facts: Facts, served_names: tuple[str, ...]) -> tuple[Adapter, ...]:
     """The adapters of --lora-modules. UsageError names the one that cannot be served, and why."""
     asked, found = config.adapters, dict[str, Adapter]()
-    limits = adapter_files.Limits.of(asked, facts.device)
+    limits = adapter_files.Limits.of(config, facts.device)
     for word in asked.lora_modules:
         for name, path in _named(word):
             if name in found or name in served_names:

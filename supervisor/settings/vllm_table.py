@@ -95,7 +95,7 @@ ABSENT_VALUES = {
 }
 
 _OWN_MEDIA = "images lie in shared memory once, for all processes (docs/media.md)"
-_NO_EXPERTS = "adapters of experts are refused one by one"
+_NO_EXPERTS = "an adapter's tensors say whether they are of one expert or of all; both forms are read, side by side"
 # Accepted and without effect: why nothing is lost. The number of their values follows the flag's name.
 NEEDLESS = {
     "--disable-log-stats": (0, "no statistics are logged; GET /metrics and LLM.get_metrics have them"),

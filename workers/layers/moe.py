@@ -16,6 +16,7 @@ from meshlm.workers.batch import StepInputs
 from meshlm.workers.formats.format import UNQUANTIZED, WeightedLayer
 from meshlm.workers.layers.elements import MLP, Linear, RMSNorm
 from meshlm.workers.layers.ops import Ops, RouterWeights
+from meshlm.workers.moe.experts.reference import ReferenceExperts
 from meshlm.workers.moe.fused_moe import Dispatcher, ExpertExtras, ExpertWeights, FusedMoE, Routing
 from meshlm.workers.moe.placement.slots import Replicas
 from meshlm.workers.moe.registry import make_experts
@@ -107,6 +108,15 @@ class MoE(nn.Module):
         assert self._fused is not None
         return self._fused
 
+    def of_step(self, tokens: int, ops: Ops) -> FusedMoE:
+        """The object that computes a step of so many tokens: with what adapters of its rows change of these experts."""
+        changes = None if ops.adapters is None else ops.adapters.of_experts(self.experts, tokens, ops)
+        if changes is None:
+            return self.fused
+        experts = self.fused.experts
+        assert isinstance(experts, ReferenceExperts), "adapters of experts are refused where kernels compute them"
+        return FusedMoE(self.fused.dispatcher, experts.changed(changes))
+
     def idle_parameters(self) -> int:
         """The number of the experts' parameters, as they are stored, without those that a token needs."""
         stored = sum(parameter.numel() for parameter in self.experts.parameters())
@@ -123,7 +133,9 @@ class MoE(nn.Module):
         if self.moe.weights_on_input:
             into = y * routing.weights.to(y.dtype)
             routing = routing._replace(weights=(routing.experts >= 0).to(routing.weights.dtype))
-        found, beside = self.fused.forward(into, routing, self.shared and (lambda: self.of_shared(y, ops)))
+        found, beside = self.of_step(len(into), ops).forward(
+            into, routing, self.shared and (lambda: self.of_shared(y, ops))
+        )
         return (found if beside is None else _added(found, beside, y.dtype, ops))._replace(residual=residual)
 
     def idle(self) -> None:

@@ -172,7 +172,7 @@ class AdapterRows(RowExtra[Tensor]):
             loaded, places = self._slots[slot], np.flatnonzero(of_tokens == slot)
             assert loaded is not None
             tokens = None if len(places) == len(of_tokens) else put(places, self._device)
-            groups.append(TokensOfAdapter(tokens, loaded.layers, loaded.embedding, loaded.head))
+            groups.append(TokensOfAdapter(tokens, loaded.layers, loaded.embedding, loaded.head, loaded.experts))
         return StepAdapters(groups) if groups else None
 
     def for_step(self, step: StepColumns) -> StepExtra[Tensor] | None:

@@ -26,7 +26,7 @@ def adapter_rows(engine: "ModelEngine") -> AdapterRows:
             "--enable-lora: ranks whose experts step together have no adapters on GPUs yet; leave it out"
         )
     dtype = engine.dtype if settings.lora_dtype == "auto" else DTYPES[settings.lora_dtype]
-    limits = Limits.of(settings, engine.resolved.device)
+    limits = Limits.of(engine.config, engine.resolved.device)
     load = partial(load_adapter, model=engine.model, limits=limits, dtypes=(dtype, engine.dtype))
     rows, sizes = (engine.rows.table.columns, engine.device), (settings.max_loras, settings.num_kept)
     if not isinstance(engine.inputs, TorchInputs):

@@ -1,6 +1,7 @@
 """The adapters of one step: beside a layer's product, for the tokens of rows with an adapter, B (A x); or what makes it DoRA's."""
 
 from collections.abc import Callable, Iterator, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from meshlm.runtime.model_files.adapter_modules import EMBEDDING
 
 if TYPE_CHECKING:
     from meshlm.workers.layers.ops import Ops
+    from meshlm.workers.lora.experts import ExpertAdapters, StepExperts
     from meshlm.workers.lora.tables import EmbeddingAdapter, HeadAdapter
     from meshlm.workers.lora.weights import LinearAdapters
     from meshlm.workers.models.decoder import Decoder
@@ -25,6 +27,7 @@ class TokensOfAdapter(NamedTuple):
     layers: "LinearAdapters"
     embedding: "EmbeddingAdapter | None" = None
     head: "HeadAdapter | None" = None
+    experts: "ExpertAdapters" = MappingProxyType({})
 
 
 class StepAdapters:
@@ -33,6 +36,7 @@ class StepAdapters:
     def __init__(self, groups: Sequence[TokensOfAdapter]) -> None:
         self.groups = tuple(groups)
         self.changed: set[Any] = set()
+        self._owners: Tensor | None = None  # what `StepExperts` has, of all groups
 
     def changes(self, layer: Any) -> bool:
         """Whether an adapter of the step has something beside this layer."""
@@ -43,28 +47,25 @@ class StepAdapters:
         for group in self.groups:
             if (found := group.layers.get(layer)) is None:
                 continue
-            tokens = group.tokens
             self.changed.add(layer)
-            own = x if tokens is None else x[tokens]
-            for other in found.others:
-                places, term = (
-                    slice(other.begin, other.end),
-                    ops.linear(own, other.weight, other.bias, other.end - other.begin),
-                )
-                out[slice(None) if tokens is None else tokens, places] = term
-            low = ops.linear(own, found.a, None, found.rank) if found.rank else own
-            for one in found.slices:
-                inner = low if one.rank == found.rank else low[:, one.first : one.first + one.rank]
-                term, places = ops.linear(inner, one.b, None, one.end - one.begin), slice(one.begin, one.end)
-                if one.magnitudes is not None:
-                    whole = out[:, places] if tokens is None else out[tokens, places]
-                    bias = 0.0 if layer.bias is None else layer.bias[places]
-                    term = (whole - bias + term) * one.magnitudes.factors_of(ops) + bias - whole
-                if tokens is None:
-                    out[:, places] += term
-                else:
-                    out[:, places].index_add_(0, tokens, term)
+            found.add(x, out, group.tokens, layer.bias, ops)
         return out
+
+    def of_experts(self, layer: Any, tokens: int, ops: "Ops") -> "StepExperts | None":
+        """What adapters change of a layer's experts in this step of so many tokens; None: nothing."""
+        from meshlm.workers.lora.experts import StepExperts  # which knows the layers, as those know this
+
+        adapters = tuple((nth, group.experts[layer]) for nth, group in enumerate(self.groups) if layer in group.experts)
+        if not adapters:
+            return None
+        self.changed.add(layer)
+        if self.groups[0].tokens is None:  # it is the only one
+            return StepExperts(adapters, None, ops)
+        if self._owners is None:
+            self._owners = torch.full((tokens,), -1, device=self.groups[0].tokens.device)
+            for nth, group in enumerate(self.groups):
+                self._owners[group.tokens] = nth
+        return StepExperts(adapters, self._owners, ops)
 
     def in_embedding(self) -> bool:
         """Whether an adapter of the step changes the table of embeddings."""
@@ -101,7 +102,7 @@ class StepAdapters:
         """After the model. RuntimeError where it has computed past a layer with an adapter, which would change nothing in silence."""
         if self.in_embedding() and EMBEDDING not in self.changed and is_first:
             raise RuntimeError("this model takes no adapters of its embeddings: it has not asked for them")
-        if left := len({layer for group in self.groups for layer in group.layers} - self.changed):
+        if left := len({layer for group in self.groups for layer in (*group.layers, *group.experts)} - self.changed):
             raise RuntimeError(
                 f"this model takes no adapters: {left} of the layers that one changes have not asked for it"
             )

@@ -43,7 +43,7 @@ class ScaledExperts(MoE):
         routing = routing._replace(weights=routing.weights * scales)
         if self.replicas is not None:
             routing = self.replicas.of(routing, ops)
-        found, _ = self.fused.forward(ops.rms_norm(x, norm.weight, norm.eps), routing)
+        found, _ = self.of_step(len(x), ops).forward(ops.rms_norm(x, norm.weight, norm.eps), routing)
         return ops.finish_sum(found, x.dtype)
 
 

@@ -181,7 +181,7 @@ class SparseMixerMoE(MoE):
     def of_normed(self, y: Tensor, slots: Tensor, ops: Ops) -> PartialSum:
         """The experts' sum for tokens that are normed already, without a residual."""
         logits = ops.linear(y, self.router.weight.data, None, self.moe.num_experts)
-        found, _ = self.fused.forward(y, sparse_mixer(logits, self.moe.sparse_mixer, slots))
+        found, _ = self.of_step(len(y), ops).forward(y, sparse_mixer(logits, self.moe.sparse_mixer, slots))
         return found
 
 

@@ -84,6 +84,7 @@ class Dispatched(NamedTuple):
     x: Tensor  # [m, hidden], maybe 8-bit floats
     scales: Tensor | None  # float32 of x, where it is quantised: as x, but with one column for each group
     routing: Routing  # of the m rows; NOWHERE for experts of other ranks
+    first: int = 0  # the number of the first row, where they are some of those that were handed over
 
 
 class WorkspaceShape(NamedTuple):
@@ -232,7 +233,7 @@ class FusedMoE:
 def _rows(given: Dispatched, begin: int, end: int) -> Dispatched:
     scales = None if given.scales is None else given.scales[begin:end]
     routing = Routing(given.routing.experts[begin:end], given.routing.weights[begin:end])
-    return Dispatched(given.x[begin:end], scales, routing)
+    return Dispatched(given.x[begin:end], scales, routing, given.first + begin)
 
 
 def workspaces(shapes: tuple[WorkspaceShape, ...], device: torch.device) -> tuple[Tensor, ...]:

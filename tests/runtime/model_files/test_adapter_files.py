@@ -11,7 +11,10 @@ import torch
 from adapter_folders import QUERY, Tensors, folder_of, pair, zeros
 from tiny_models import spec_of
 
+from meshlm.protocol.config import ExpertConfig, MeshConfig, ParallelConfig
+from meshlm.protocol.layers import MoESpec
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files.adapter_experts import StackedExperts
 from meshlm.runtime.model_files.adapter_files import Limits, adapter_of, read_adapter, why_not, wrong_name
 from meshlm.runtime.model_files.adapter_modules import CONFIG
 from meshlm.runtime.model_files.adapter_tensors import PICKLED, TENSORS
@@ -188,3 +191,62 @@ def test_what_only_a_cpu_computes_is_refused_for_other_devices(device: str, tmp_
     ):
         read_adapter(folder, SPEC, Limits(8, device=device))
     assert read_adapter(folder_of(tmp_path / "plain"), SPEC, Limits(8, device=device)).modules
+
+
+MIXED = spec_of(moe=MoESpec(num_experts=3, num_experts_per_tok=2, moe_intermediate_size=6))
+ALL, ONE = "model.layers.0.mlp.experts", "model.layers.0.mlp.experts.2.down_proj"
+
+
+def of_all(module: str, rank: int, inputs: int, outputs: int) -> Tensors:
+    return pair(module, 3 * rank, inputs, outputs)
+
+
+def test_experts_are_found_by_names_and_sizes(tmp_path: Path) -> None:
+    tensors = {**of_all(f"{ALL}.base_layer", 4, 8, 12), **of_all(ALL, 2, 6, 8)}
+    folder = folder_of(tmp_path, tensors, target_parameters=["x"], alpha_pattern={"experts.down_proj": 6})
+    found = read_adapter(folder, MIXED, Limits(4, ("experts",))).modules
+    assert [(one.name, one.rank, one.scale, len(one.weights)) for one in found] == [
+        (f"{ALL}.down_proj", 2, 3.0, 3),
+        (f"{ALL}.gate_up_proj", 4, 2.0, 6),
+    ]
+    assert found[1].weights[:3] == tuple(f"{ALL}.{name}.weight" for name in ("0.gate_proj", "0.up_proj", "1.gate_proj"))
+    assert all(one.experts == StackedExperts(3) for one in found)
+    (swapped,) = read_adapter(folder_of(tmp_path / "b", of_all(ALL, 1, 12, 8)), MIXED, Limits(1)).modules
+    assert swapped.experts == StackedExperts(3, is_swapped=True)
+    (single,) = read_adapter(folder_of(tmp_path / "c", pair(ONE, 4, 6, 8)), MIXED, Limits(4, ("down_proj",))).modules
+    assert (single.weights, single.experts) == ((f"{ONE}.weight",), StackedExperts(1))
+
+
+BAD_EXPERTS: list[tuple[dict[str, Any], Tensors, str]] = [
+    ({}, pair(ALL, 4, 8, 12), r"has \(4, 8\) and \(12, 4\); .* \(3 rank, 8\) and \(12, 3 rank\) or \(3 rank, 6\)"),
+    ({}, of_all(ALL, 4, 8, 13), r"has \(12, 8\) and \(13, 12\); for this model they must be"),
+    ({}, of_all(ALL, 9, 8, 12), "experts.gate_up_proj has rank 9; --max-lora-rank is 8"),
+    ({}, pair(ONE, 4, 6, 9), r"2.down_proj has A \(4, 6\) and B \(9, 4\)"),
+    ({}, pair(ONE.replace("2", "3"), 4, 6, 8), "no such module, or none that adapters change"),
+    ({}, of_all(ALL.replace("0", "1"), 4, 8, 12), "no such module"),
+    ({"use_dora": True}, pair(ONE, 4, 6, 8), "DoRA of experts is not there"),
+    ({}, {f"base_model.model.{ONE}.weight": zeros(8, 6)}, "experts are adapted by lora_A and lora_B alone"),
+    ({"alora_invocation_tokens": [5]}, pair(ONE, 4, 6, 8), "2.down_proj is of experts; aLoRA takes linear layers"),
+]
+
+
+@pytest.mark.parametrize(("config", "tensors", "said"), BAD_EXPERTS)
+def test_bad_adapters_of_experts(config: dict[str, Any], tensors: Tensors, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesError, match=said):
+        read_adapter(folder_of(tmp_path, tensors, **config), MIXED, Limits(8))
+
+
+@pytest.mark.parametrize("tensors", [of_all(ALL, 4, 8, 12), pair(ONE, 4, 6, 8)])
+def test_where_experts_are_not_adapted(tensors: Tensors, tmp_path: Path) -> None:
+    folder, other = folder_of(tmp_path, tensors), folder_of(tmp_path / "query")
+    shared = ExpertConfig(enable_expert_parallel=True)
+    together = MeshConfig(experts=shared, parallel=ParallelConfig(data_parallel_size=2))
+    moving = MeshConfig(experts=msgspec.structs.replace(shared, enable_eplb=True))
+    for config, device, said in (
+        (MeshConfig(), "cuda", "on --device cpu alone so far; this is --device cuda"),
+        (together, "cpu", "ranks whose experts step together .* have no adapters of experts"),
+        (moving, "cpu", "experts that move between ranks .--enable-eplb. have no adapters"),
+    ):
+        with pytest.raises(ModelFilesError, match=said):
+            read_adapter(folder, MIXED, Limits.of(config, device))
+        assert read_adapter(other, MIXED, Limits.of(config, device)).modules

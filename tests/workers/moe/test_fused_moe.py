@@ -163,6 +163,25 @@ def test_many_rows_are_computed_some_at_a_time() -> None:
     assert sizes == [5, 5, 5, 5, 3]
 
 
+def test_what_changes_experts_is_told_which_of_the_steps_tokens_go_to_them() -> None:
+    told: dict[str, list[tuple[int, int]]] = {"gate_up": [], "down": []}
+
+    class Told:
+        def add(self, product: str, number: int, x: Tensor, tokens: Tensor, out: Tensor) -> None:
+            assert len(x) == len(tokens) == len(out)
+            told[product] += [(token, number) for token in tokens.tolist()]
+            if product == "down":
+                out[tokens % 2 == 1] = 0.0
+
+    x, routing = torch.randn(23, HIDDEN), routing_of(23)
+    experts = ReferenceExperts(weights()).changed(Told())
+    found, _ = FusedMoE(NoDispatch(0, NUM, NUM), experts, chunk=5).forward(x, routing)
+    torch.testing.assert_close(found.value[::2], expected(x, routing)[::2], atol=1e-5, rtol=1e-4)
+    assert not found.value[1::2].any()
+    wanted = sorted((token, int(one)) for token in range(23) for one in set(routing.experts[token].tolist()) - {-1})
+    assert sorted(told["gate_up"]) == sorted(told["down"]) == wanted
+
+
 def test_which_activations_kernels_have_without_a_gate() -> None:
     given = weights(kind="no gate")
     biases = ExpertExtras(torch.zeros(NUM, WIDE), None, None)

@@ -32,6 +32,9 @@ def save_adapters(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of transformers, whose older names peft uses
         warnings.simplefilter("ignore", UserWarning)  # that weights are tied
+        warnings.filterwarnings(
+            "ignore", "The following .*_pattern keys", RuntimeWarning
+        )  # peft forgets parameters there
         for name, settings in configs.items():
             config = peft.LoraConfig(**settings)
             if found is None:

@@ -59,6 +59,8 @@ class Engines(Model):
         pp: int = 1,
         speculative: SpeculativeConfig | None = None,
         make_alone: Callable[[MeshConfig], ModelEngine] | None = None,
+        *,
+        expert_parallel: bool = False,
         **flags_of_states: object,
     ) -> None:
         """make_alone: makes the engine of a rank that has no others; None: as for a mesh."""
@@ -68,7 +70,7 @@ class Engines(Model):
         values |= {"attention_backend": backend, "kv_cache_memory": 1 << 30}
         config = resolve.resolve(flags.build(values | flags_of_states, None))
         config = replace(config, speculative=speculative or config.speculative)
-        group = shards(tp, pp)
+        group = shards(tp, pp, expert_parallel=expert_parallel)
         threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
 
         def make(shard: Shard, comm: Threads) -> ModelEngine:

@@ -56,8 +56,11 @@ class Threads(Communicator):
         into.copy_(self.links[self._shard.rank - self._shard.tp_size].get(timeout=LIMIT_S))
 
 
-def shards(tp: int, pp: int) -> list[Shard]:
-    return [Shard(rank, tp, stage, pp) for stage in range(pp) for rank in range(tp)]
+def shards(tp: int, pp: int, *, expert_parallel: bool = False) -> list[Shard]:
+    ranks = [(rank, stage) for stage in range(pp) for rank in range(tp)]
+    if expert_parallel:
+        return [Shard(rank, tp, stage, pp, rank, tp) for rank, stage in ranks]
+    return [Shard(rank, tp, stage, pp) for rank, stage in ranks]
 
 
 def communicators(ranks: list[Shard]) -> list[Threads]:
