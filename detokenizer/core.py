@@ -58,7 +58,7 @@ class Detokenizer:
         self._incarnation = incarnation
         self.jobs: dict[int, list[RequestState]] = {}
         self._next_job = 0
-        self._leases = Leases()
+        self._leases = Leases(self.journal)
         self._delivered: dict[tuple[Identity, RequestId], list[PositionLogprobs]] = {}  # for Submits to come
         self.num_tokens = 0
 
@@ -77,14 +77,12 @@ class Detokenizer:
             case PeerLost():
                 return self.attempts.lost(event)
             case PeerUp(identity=Identity(role=Role.MEDIA)):
-                return [*self._leases.renewed(self.journal.by_id.values(), now, at_once=True)]
+                return [*self._leases.said(now, at_once=True)]
             case PeerUp():
                 return self.attempts.up(event)
             case Tick():
-                renewed = self._leases.renewed(self.journal.by_id.values(), now)
-                return renewed + self._abort(
-                    [*self.journal.keyed.over(now), *self.journal.keyed.measure(self.journal.by_id)]
-                )
+                over = [*self.journal.keyed.over(now), *self.journal.keyed.measure(self.journal.by_id)]
+                return [*self._abort(over), *self._leases.said(now)]
 
     def _received(self, event: Received) -> list[Effect]:
         match event.message:

@@ -5,7 +5,7 @@ from msgspec import Struct
 from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.media import MediaItem
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.runtime.process.events import PeerLost, Received, Send
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 
 class Refusal(Struct, frozen=True):
@@ -13,6 +13,9 @@ class Refusal(Struct, frozen=True):
 
     text: str
     kind: ErrorKind = ErrorKind.INVALID
+
+
+TOO_LARGE = Refusal("takes more shared memory than all media together may (--mm-processor-cache-gb)")
 
 
 class Found(Struct, frozen=True):
@@ -80,5 +83,5 @@ class Drop(Struct, frozen=True):
     name: str
 
 
-Event = Received | PeerLost | Found | Listed | Gathered | Made | Skipped
+Event = Received | PeerLost | Found | Listed | Gathered | Made | Skipped | Tick
 Effect = Send | Gather | Make | Keep | Drop

@@ -46,7 +46,7 @@ from meshlm.runtime.errors import LinkDown, ProcessFatal
 from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand
-from meshlm.runtime.process.events import PeerLost, Received
+from meshlm.runtime.process.events import PeerLost, Received, Tick
 from meshlm.runtime.process.process import App
 from meshlm.runtime.process.readable import about
 from meshlm.runtime.process.shared_memory import folder_of
@@ -82,7 +82,8 @@ class MediaApp(App):
         self._core: MediaCore | None = None
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         self._gathering = ThreadPoolExecutor(GATHER_THREADS, "gather")
-        self._making = ThreadPoolExecutor(max(1, min(MOST_MAKE_THREADS, len(os.sched_getaffinity(0)) // 2)), "make")
+        self._at_once = max(1, min(MOST_MAKE_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._making = ThreadPoolExecutor(self._at_once, "make")
         self._early: list[tuple[Identity, Struct]] = []  # what peers said before start() ran
         self._told = ProcessCounts()  # to the coordinator
         self._ticks = 0
@@ -105,7 +106,7 @@ class MediaApp(App):
         self._sandbox = Sandbox("meshlm.mediaproc.making", msgspec.json.encode(_settings(config, max_bytes)), "media")
         if not refusal:
             self._sandbox.start()
-        self._core = MediaCore(max_bytes, str(self._folder), refusal)
+        self._core = MediaCore(max_bytes, str(self._folder), refusal, self._at_once)
         self._do(Found(tuple(self._found())))
         for peer, message in self._early:
             self.on_message(peer, message)
@@ -152,9 +153,10 @@ class MediaApp(App):
         self._ticks += 1
         if self._ticks % LIST_TICKS == 0:
             self._do(Listed(frozenset(digest for digest, _ in self._listed())))
+        self._do(Tick(time.time()))
         files, gauges = self._core.files, self._core.counts.gauges
-        leased = files.num_leased(self._now())
-        gauges["media_files"] = {"in_use": leased, "kept": len(files) - leased}
+        gauges["media_files"] = {"in_use": files.num_held, "kept": len(files) - files.num_held}
+        gauges["media_waiting_for_room"] = {"": self._core.turns.num_waiting_for_room}
         gauges["media_bytes"], gauges["media_capacity_bytes"] = {"": files.num_bytes}, {"": files.max_bytes}
         if (told := self._core.counts.told()) != self._told:
             self._told = told

@@ -3,6 +3,7 @@
 `make` runs once, in the fork server: it loads the model's processor, which takes seconds. Each child then makes one item.
 """
 
+import errno
 import resource
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from meshlm.mediaproc.addresses import Refused, refused
-from meshlm.mediaproc.events import Refusal
+from meshlm.mediaproc.events import TOO_LARGE, Refusal
 from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
@@ -85,6 +86,8 @@ class _Maker:
                     file.write(tensor.data)
                 size = file.tell()
         except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise Refused(TOO_LARGE) from None
             text = f"there is no room for it in shared memory: {error.strerror}"
             raise Refused(Refusal(text, ErrorKind.OVERLOADED)) from None
         return Outcome(item, size)

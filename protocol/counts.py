@@ -148,6 +148,7 @@ MEDIA: Mapping[str, Metric] = {
     "media_refused": Metric("counter", "Requests with images that were refused, by the error's type.", "kind"),
     "media_evicted": Metric("counter", "Images whose file made room for another."),
     "media_files": Metric("gauge", "Files of images in shared memory: in use, kept for later requests.", "state"),
+    "media_waiting_for_room": Metric("gauge", "Images that wait for bytes that running requests hold."),
     "media_bytes": Metric("gauge", "Bytes of these files."),
     "media_capacity_bytes": Metric("gauge", "Bytes that they may have (--mm-processor-cache-gb)."),
 }

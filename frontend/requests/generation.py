@@ -8,7 +8,7 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -49,7 +49,7 @@ from meshlm.protocol.media import Media
 from meshlm.protocol.wire.ids import ErrorKind
 from meshlm.runtime import logits_processors
 from meshlm.runtime.client.draft_metrics import drafts_told
-from meshlm.runtime.client.media_client import MediaClient
+from meshlm.runtime.client.media_client import Held, MediaClient
 from meshlm.runtime.client.placement import Choice
 from meshlm.runtime.io_processors import IOProcessor
 from meshlm.runtime.process.figures import Figures
@@ -139,22 +139,47 @@ class Generation:
             parsed_request = parsed_request.with_answer(is_recorded=False)
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, parsed_request)
-        if parsed_request.mesh.media:
-            parsed_request = await self._with_items(request, parsed_request)
-        with backend.requests.budget.open(parsed_request):
-            return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
+        async with self._with_items(request, parsed_request, attaches) as parsed_request:
+            with backend.requests.budget.open(parsed_request):
+                return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
 
-    async def _with_items(self, request: Request, parsed_request: ParsedRequest) -> ParsedRequest:
-        """The request with the items that the media process made of its images, whose files are freed."""
-        sources, (prompt,) = parsed_request.mesh.media, parsed_request.mesh.prompts
+    @contextlib.asynccontextmanager
+    async def _with_items(
+        self, request: Request, parsed_request: ParsedRequest, attaches: bool
+    ) -> AsyncIterator[ParsedRequest]:
+        """The request with the items that the media process made of its images. It holds them to its end; where its client leaves
+        and may come again (`attaches`), it runs on, and they are left to its detokenizer."""
+        if not parsed_request.mesh.media:
+            yield parsed_request
+            return
+        held = await self._held(request, parsed_request)
+        (prompt,) = parsed_request.mesh.prompts
         assert isinstance(prompt, ChatPrompt)
+        end = held.release
+        try:
+            yield parsed_request.with_mesh(prompts=[MediaPrompt(prompt, (Media(held.items),))])
+        except (ClientDisconnect, asyncio.CancelledError):
+            end = held.leave if attaches else held.release
+            raise
+        finally:
+            end()
+
+    async def _held(self, request: Request, parsed_request: ParsedRequest) -> Held:
+        """The items of its images, whose bytes are freed."""
+        sources = parsed_request.mesh.media
         owner = submits.salt_of(parsed_request.api_key, parsed_request.mesh.cache_salt)
         # An API key's names of images are its own.
         sources[:] = [replace(one, uuid=f"{owner} {one.uuid}") if one.uuid else one for one in sources]
         with self._backend.requests.budget.open(parsed_request), as_http():
-            items = await unless_disconnected(request, self._backend.media.read(sources))
+            reading = asyncio.ensure_future(self._backend.media.read(sources))
+            try:
+                held = await unless_disconnected(request, reading)
+            except asyncio.CancelledError:
+                if reading.done() and not reading.cancelled() and reading.exception() is None:
+                    reading.result().release()
+                raise
             sources.clear()
-        return parsed_request.with_mesh(prompts=[MediaPrompt(prompt, (Media(items),))])
+        return held
 
     def permitted(self, parsed_request: ParsedRequest, api_key: str, model: str) -> ParsedRequest:
         """What the server lets this key ask of the model of this name. HttpError."""

@@ -1,7 +1,8 @@
 """frontend <-> media process, and detokenizer -> media process: files of clients go in, items of a prompt come out (docs/media.md).
 
 The tensors of an item never travel: they lie in a file of the host's shared memory, which the media process alone makes and removes.
-A file has a lease: LEASE_S from when a frontend is told of it, and again from each RenewMedia of a detokenizer whose request has it.
+A file stays while somebody holds it: a frontend from its ReadMedia to its ReleaseMedia, a detokenizer for requests whose client is
+away. Holders say every RENEW_S what they hold; what is not said for LEASE_S is held no longer, so what dies leaves nothing behind.
 """
 
 from msgspec import Struct
@@ -32,13 +33,31 @@ class ReadMedia(Struct, frozen=True, tag="read_media"):
     sources: tuple[MediaSource, ...]
 
 
-class CancelMedia(Struct, frozen=True, tag="cancel_media"):
-    """Nobody waits for the answer any more."""
+class ReleaseMedia(Struct, frozen=True, tag="release_media"):
+    """Nobody waits for the answer, or needs its files, any more."""
 
     handle: Handle
 
 
-FrontendToMedia = ReadMedia | CancelMedia
+class Hold(Struct, frozen=True, array_like=True):
+    """The files that one ReadMedia, or one request of a detokenizer, needs."""
+
+    handle: Handle
+    digests: tuple[bytes, ...] = ()  # none: the answer has not come, and what it brings is held
+
+
+class HoldMedia(Struct, frozen=True, tag="hold_media", omit_defaults=True):
+    """All that the sender holds of the handles behind `after` up to `through`: it holds no other there."""
+
+    holds: tuple[Hold, ...]
+    after: int = 0
+    through: int = 0
+    others: tuple[
+        bytes, ...
+    ] = ()  # files that others hold for requests of the sender, which is to know when they are gone
+
+
+FrontendToMedia = ReadMedia | ReleaseMedia | HoldMedia
 
 
 class MediaRead(Struct, frozen=True, tag="media_read", omit_defaults=True):
@@ -54,17 +73,11 @@ class MediaRead(Struct, frozen=True, tag="media_read", omit_defaults=True):
 MediaToFrontend = MediaRead
 
 
-class RenewMedia(Struct, frozen=True, tag="renew_media"):
-    """Requests of this detokenizer have the files of these items."""
-
-    digests: tuple[bytes, ...]
-
-
-DetokenizerToMedia = RenewMedia
+DetokenizerToMedia = HoldMedia
 
 
 class MediaGone(Struct, frozen=True, tag="media_gone"):
-    """The answer to RenewMedia where the files of these are not there: what needs them again fails."""
+    """The answer to HoldMedia where the files of these are not there: what needs them again fails."""
 
     digests: tuple[bytes, ...]
 

@@ -14,13 +14,13 @@ from msgspec.structs import replace
 from meshlm.protocol.edges import text as edge
 from meshlm.protocol.edges.control import MeshStats
 from meshlm.protocol.edges.media import MediaRead
-from meshlm.protocol.edges.text import Accepted, MediaPrompt, PairPrompt, Prompt, Submit, media_of
-from meshlm.protocol.extras import find_extra
+from meshlm.protocol.edges.text import Accepted, MediaPrompt, PairPrompt, Prompt, Submit
 from meshlm.protocol.logprobs import positions_of
 from meshlm.protocol.media import Media
 from meshlm.protocol.wire.columns import pack_i32, unpack_i32
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, FinishReason, Identity, Incarnation, RequestId, Role
 from meshlm.runtime.client.draft_metrics import metrics_of
+from meshlm.runtime.client.media_client import Held
 from meshlm.runtime.client.mesh_client import MeshClient
 from meshlm.runtime.client.placement import Choice, RowDetails, choices_of
 from meshlm.runtime.client.questions import Reply
@@ -53,14 +53,15 @@ class Run:
 
     def __init__(self, bar: Any, news: News | None) -> None:
         self.bar, self.news = bar, news
-        self.open: dict[Choice, None] = {}
+        self.open: dict[Choice, Held | None] = {}  # with the media that they hold
         self.reading: set[asyncio.Task[None]] = set()  # prompts whose images, videos or sounds are not ready
         self.errors: list[str] = []
         self.all_done = asyncio.Event()
         self.changed: list[CompletionOutput] = []
 
     def ended(self, choice: Choice) -> None:
-        del self.open[choice]
+        if (held := self.open.pop(choice)) is not None:
+            held.release()
         if self.bar is not None:
             self.bar.update(1)
         self.settle()
@@ -217,19 +218,21 @@ class Client:
             raise ValueError(run.errors[0])
         return sent
 
-    def _open(self, submit: Submit, request: RequestOutput, run: Run) -> None:
+    def _open(self, submit: Submit, request: RequestOutput, run: Run, held: Held | None = None) -> None:
         choices = choices_of(OutputSink(request, run, self.counts), submit)
-        run.open.update(dict.fromkeys(choices))
+        if held is not None:
+            held.num_users = len(choices)
+        run.open.update(dict.fromkeys(choices, held))
         self.mesh_client.open(choices, submit)
 
     def _open_later(self, submit: Submit, request: RequestOutput, inputs: MediaInputs, run: Run) -> None:
         """Once its media are ready."""
 
         async def read() -> None:
-            media = await self.media_reader.read(inputs, self._media_run)
+            held = await self.media_reader.read(inputs, self._media_run)
             prompt = submit.prompt
             assert not isinstance(prompt, MediaPrompt | PairPrompt)
-            self._open(replace(submit, prompt=MediaPrompt(prompt, (media,))), request, run)
+            self._open(replace(submit, prompt=MediaPrompt(prompt, (Media(held.items),))), request, run, held)
 
         task = asyncio.create_task(read())
         run.reading.add(task)
@@ -237,14 +240,16 @@ class Client:
 
     def _media_run(self) -> bool:
         """Whether prompts with media are being answered, whose ends make room."""
-        return any(find_extra(media_of(one.submit.prompt), Media) for run in self._runs for one in run.open)
+        return any(held for run in self._runs for held in run.open.values())
 
     def _abort(self, run: Run) -> None:
         for task in run.reading:
             task.cancel()
         self.mesh_client.close(list(run.open))
-        for choice in run.open:
+        for choice, held in run.open.items():
             self.counts.given_up(choice.engine)
+            if held is not None:
+                held.release()
 
     async def metrics(self, model: str) -> list[Metric]:
         """What was counted here, and the ranks' figures of this moment."""

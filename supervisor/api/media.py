@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from meshlm.protocol.edges.media import LEASE_S, MediaSource
-from meshlm.protocol.media import Media, Modality
+from meshlm.protocol.edges.media import MediaSource
+from meshlm.protocol.media import Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.runtime.client.media_client import MediaClient
+from meshlm.runtime.client.media_client import Held, MediaClient
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.mesh.media_parts import Part, Reading
@@ -28,7 +28,7 @@ AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")  # modes that a PNG k
 LEVEL = 1  # of compression: it goes to a process of this host
 READ_AT_ONCE = 16  # prompts
 AGAIN_S = 0.5
-PATIENCE_S = LEASE_S + 5  # that there is no room after the last image of ours could be let go
+PATIENCE_S = 5.0  # of waiting for room while no prompt of ours has any; the media process has waited before
 
 
 class MediaInput(NamedTuple):
@@ -94,7 +94,7 @@ class MediaReader:
         self.client = MediaClient()
         self._turns, self._writing = asyncio.Semaphore(READ_AT_ONCE), asyncio.Lock()
 
-    async def read(self, inputs: Sequence[MediaInput], others_run: Callable[[], bool]) -> Media:
+    async def read(self, inputs: Sequence[MediaInput], others_run: Callable[[], bool]) -> Held:
         """The items of a prompt. others_run: whether prompts with images are being answered. RequestError."""
         async with self._turns:
             # One at a time: two prompts may have the same image of Pillow, which is not for two threads.
@@ -104,7 +104,7 @@ class MediaReader:
             since = loop.time()
             while True:
                 try:
-                    return Media(await self.client.read(sources))
+                    return await self.client.read(sources)
                 except RequestError as error:
                     if others_run():
                         since = loop.time()

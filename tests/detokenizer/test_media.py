@@ -12,8 +12,8 @@ from meshlm.detokenizer.attempts import MEDIA_GONE
 from meshlm.detokenizer.events import Encode, Encoded
 from meshlm.detokenizer.media import expanded, with_texts
 from meshlm.protocol.edges.admit import AbortRequests, Admit
-from meshlm.protocol.edges.media import RENEW_S, MediaGone, RenewMedia
-from meshlm.protocol.edges.text import MediaPrompt, Retry, Submit, TextDeltas, TextParams, TokenPrompt
+from meshlm.protocol.edges.media import RENEW_S, Hold, HoldMedia, MediaGone
+from meshlm.protocol.edges.text import Detach, MediaPrompt, Retry, Submit, TextDeltas, TextParams, TokenPrompt
 from meshlm.protocol.media import Media, MediaItem, Modality
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
@@ -169,11 +169,16 @@ class SeeingBench(Bench):
             found += [(handles[end.row], end.reason, end.kind, end.message) for end in send.message.finished]
         return found
 
-    def renewed(self) -> list[tuple[bytes, ...]]:
-        self.now += RENEW_S + 1
+    def ticked(self, seconds: float = 1.0) -> list[HoldMedia]:
+        """What the media process is told after so long."""
+        self.now += seconds
         effects = self.event(Tick(self.now))
         sent = [effect.message for effect in effects if isinstance(effect, Send)]
-        return [message.digests for message in sent if isinstance(message, RenewMedia)]
+        return [message for message in sent if isinstance(message, HoldMedia)]
+
+
+def digests(*images: bytes) -> tuple[bytes, ...]:
+    return tuple(image.ljust(32) for image in images)
 
 
 def test_a_request_whose_image_is_gone_before_its_first_token_ends_with_an_error() -> None:
@@ -210,15 +215,38 @@ def test_a_request_that_is_still_encoded_ends_once_it_is() -> None:
     assert bench.ends() == [(ord("a"), FinishReason.ERROR, ErrorKind.OVERLOADED, MEDIA_GONE)]
 
 
-def test_files_of_what_runs_are_renewed_and_those_of_what_has_ended_are_not() -> None:
+def test_what_is_needed_is_asked_for_and_what_runs_without_a_client_is_held() -> None:
     bench = SeeingBench()
     admit = bench.begun("a", b"x", Retry("key", b"body", ()))
     bench.begun("b", b"y")
-    assert bench.renewed() == [(b"x".ljust(32), b"y".ljust(32))]
+    assert [(message.holds, message.others) for message in bench.ticked(RENEW_S)] == [((), digests(b"x", b"y"))]
+    assert not bench.ticked(), "nothing has changed"
+    bench.lost(F0)
+    assert list(bench.core.journal.by_id) == ["a"], "it may have its client again"
+    (held,) = bench.ticked()
+    assert held.holds == (Hold(Handle(admit.work.handle), digests(b"x")),)
     (told,) = bench.event(PeerUp(MEDIA, Incarnation(2)))
     assert isinstance(told, Send)
-    assert told.message == RenewMedia((b"x".ljust(32), b"y".ljust(32)))
+    assert isinstance(told.message, HoldMedia)
+    assert (told.message.holds, told.message.others) == (held.holds, digests(b"x"))
     bench.tokens(admit, 1, "z", end=FinishReason.STOP)
     assert RequestId("a") in bench.core.journal.by_id, "it is kept for a client that comes again"
-    assert bench.renewed() == [(b"y".ljust(32),)]
+    (held,) = bench.ticked()
+    assert held.holds == ()
+    assert held.after == 0
+    assert held.through >= admit.work.handle
+    assert not bench.ticked(RENEW_S)
     assert LETTERS[0] == "a"
+
+
+def test_a_client_that_comes_again_holds_its_images_itself() -> None:
+    bench, retry = SeeingBench(), Retry("key", b"body", ())
+    bench.begun("a", b"x", retry)
+    bench.says(F0, Detach((RequestId("a"),), (Handle(ord("a")),)))
+    assert [message.holds for message in bench.ticked()] != [()]
+    media = Media((item(1, name=b"x"),))
+    prompt = MediaPrompt(TokenPrompt(pack_i32(token_ids("hi"))), (media,))
+    bench.says(
+        F0, Submit((Handle(9),), (RequestId("a"),), prompt, SamplingParams(), TextParams(), 9, attempt=1, retry=retry)
+    )
+    assert [message.holds for message in bench.ticked()] == [()]

@@ -22,10 +22,20 @@ from meshlm.mediaproc.events import (
     Refusal,
     Skipped,
 )
-from meshlm.protocol.edges.media import LEASE_S, CancelMedia, MediaGone, MediaRead, MediaSource, ReadMedia, RenewMedia
+from meshlm.mediaproc.turns import ROOM_WAIT_S
+from meshlm.protocol.edges.media import (
+    LEASE_S,
+    Hold,
+    HoldMedia,
+    MediaGone,
+    MediaRead,
+    MediaSource,
+    ReadMedia,
+    ReleaseMedia,
+)
 from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.wire.ids import ErrorKind, Handle, Identity, Incarnation, Role
-from meshlm.runtime.process.events import PeerLost, Received, Send
+from meshlm.runtime.process.events import PeerLost, Received, Send, Tick
 
 FRONTENDS, DETOKENIZER = (Identity(Role.FRONTEND), Identity(Role.FRONTEND, 1)), Identity(Role.DETOKENIZER)
 SIZE, ROOM = 10, 30  # bytes of a file, and of all
@@ -54,7 +64,11 @@ class Bench:
             tuple[Identity, int, int], tuple[bytes, ...]
         ] = {}  # with the incarnation: what must be answered
         self.answers: list[MediaRead] = []
+        self.held: dict[
+            tuple[Identity, int, int], tuple[set[str], float]
+        ] = {}  # files of answers, and when they were said
         self.gone: list[bytes] = []
+        self.vanished: set[str] = set()
         self._parts = 0
 
     def event(self, event: Event) -> list[Effect]:
@@ -62,6 +76,8 @@ class Bench:
         self.core.check()
         for effect in effects:
             self._perform(effect)
+        now_held = {name for names, said in self.held.values() if said + LEASE_S > self.now for name in names}
+        assert now_held <= self.files.keys() | self.vanished, "a file went that an answer needs"
         kept = {name: size for name, size in self.files.items() if not name.endswith(".part")}
         assert sum(kept.values()) == self.core.files.num_bytes <= self.core.files.max_bytes
         return effects
@@ -78,6 +94,9 @@ class Bench:
                 wanted = self.asked.pop((effect.to, self.lives[effect.to], answer.handle))
                 self.answers.append(answer)
                 if not answer.error:
+                    names = {item.digest.hex() for item in answer.items}
+                    self.held[effect.to, self.lives[effect.to], answer.handle] = names, self.now
+                    self.vanished -= names
                     assert tuple(item.digest for item in answer.items) == tuple(map(digest_of, wanted))
                     for item in answer.items:
                         assert item.path == f"/folder/{item.digest.hex()}"
@@ -97,16 +116,28 @@ class Bench:
     def cancel(self, frontend: Identity, handle: int) -> None:
         life = self.lives[frontend]
         self.asked.pop((frontend, life, handle), None)
-        self.event(Received(frontend, Incarnation(life), CancelMedia(Handle(handle))))
+        self.held.pop((frontend, life, handle), None)
+        self.event(Received(frontend, Incarnation(life), ReleaseMedia(Handle(handle))))
 
     def renew(self, *images: bytes) -> None:
-        self.event(Received(DETOKENIZER, Incarnation(1), RenewMedia(tuple(map(digest_of, images)))))
+        holds = (Hold(Handle(7), tuple(map(digest_of, images))),) if images else ()
+        self.event(Received(DETOKENIZER, Incarnation(1), HoldMedia(holds, 0, 100)))
+
+    def say(self, frontend: Identity) -> None:
+        """What a frontend says every ten seconds."""
+        life, holds = self.lives[frontend], list[Hold]()
+        for (of, its, handle), (names, _) in list(self.held.items()):
+            if (of, its) == (frontend, life):
+                holds.append(Hold(Handle(handle), tuple(map(bytes.fromhex, sorted(names)))))
+                self.held[of, its, handle] = names, self.now
+        holds += [Hold(Handle(handle)) for of, its, handle in self.asked if (of, its) == (frontend, life)]
+        self.event(Received(frontend, Incarnation(life), HoldMedia(tuple(holds), 0, 10_000)))
 
     def die(self, frontend: Identity) -> None:
         """And its next incarnation counts its questions from 1 again."""
         life = self.lives[frontend]
         self.asked = {of: wanted for of, wanted in self.asked.items() if of[:2] != (frontend, life)}
-        self.lives[frontend] += 1
+        self.lives[frontend] += 1  # what it held is held until its lease ends
         self.event(PeerLost(frontend, Incarnation(life)))
 
     def step(self, at: int = 0) -> None:
@@ -132,6 +163,12 @@ class Bench:
             self.done.append(Made(effect.job, MediaItem(Modality.IMAGE, digest_of(effect.data), b"", b""), SIZE, part))
         return self.done[-1]
 
+    def later(self, seconds: float) -> None:
+        """Some seconds pass, and each has its tick."""
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.event(Tick(self.now))
+
     def finish(self) -> None:
         while self.work or self.untold:
             while self.untold:
@@ -142,7 +179,7 @@ class Bench:
     def say_again(self, at: int) -> None:
         """An answer of a thread comes a second time."""
         event = self.done[at % len(self.done)]
-        if isinstance(event, Made) and event.part and event.part not in self.files:
+        if isinstance(event, Made) and event.part:
             event = Made(event.job, event.item, event.num_bytes, f"again {event.part}")
             self.files[event.part] = SIZE
         self.event(event)
@@ -159,6 +196,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("do"), st.integers(0, 9), st.none()),
     st.tuples(st.just("tell"), st.integers(0, 9), st.none()),
     st.tuples(st.just("again"), st.integers(0, 9), st.none()),
+    st.tuples(st.sampled_from(["say", "cancel all"]), st.integers(0, 1), st.none()),
     st.tuples(st.just("renew"), st.just(0), st.lists(IMAGES, max_size=3)),
     st.tuples(st.just("later"), st.sampled_from([1, 30, 61]), st.none()),
     st.tuples(st.just("vanish"), st.integers(0, 5), st.none()),
@@ -204,16 +242,26 @@ def test_any_history(actions: list[tuple[str, int, object]]) -> None:
             case "renew":
                 assert isinstance(more, list)
                 bench.renew(*more)
+            case "say":
+                bench.say(frontend)
+            case "cancel all":
+                for one in range(1, next_handle[frontend] + 1):
+                    bench.cancel(frontend, one)
             case "later":
-                bench.now += number
+                bench.later(number)
             case "vanish" if kept := [name for name in bench.files if not name.endswith(".part")]:
+                bench.vanished.add(kept[number % len(kept)])
                 del bench.files[kept[number % len(kept)]]
                 bench.event(Listed(frozenset(bytes.fromhex(one) for one in bench.files if not one.endswith(".part"))))
+    bench.finish()
+    bench.later(ROOM_WAIT_S)  # for room, at most
     bench.finish()
     assert not bench.asked, "questions without an answer"
     assert not bench.core.asked
     assert not bench.core.jobs
     assert bench.core.num_waiting_bytes == 0
+    bench.later(LEASE_S)
+    assert bench.core.files.num_held == 0, "held by nobody"
     assert not [name for name in bench.files if name.endswith(".part")], "unfinished files were left"
 
 
@@ -226,7 +274,7 @@ def test_a_new_incarnations_question_is_not_answered_by_the_old_ones_image() -> 
     bench.work.clear()
     bench.die(FRONTENDS[0])
     bench.read(FRONTENDS[0], 1, b"mine")
-    assert bench.event(made)[-1] == Keep("1.part", digest_of(b"theirs"))
+    assert Keep("1.part", digest_of(b"theirs")) in bench.event(made)
     assert not bench.answers
     bench.finish()
     assert [item.digest for item in bench.answers[0].items] == [digest_of(b"mine")]
@@ -264,33 +312,88 @@ def test_what_nobody_waits_for_is_forgotten() -> None:
     assert not bench.done
 
 
-def test_files_with_a_lease_stay_and_others_make_room_for_what_is_new() -> None:
+def test_files_that_are_held_stay_and_an_image_waits_for_the_first_that_is_free() -> None:
     bench = Bench()
     for handle, data in enumerate((b"a", b"b", b"c"), 1):
         bench.read(FRONTENDS[0], handle, data)
-        bench.finish()
     bench.read(FRONTENDS[0], 4, b"d")
+    bench.read(FRONTENDS[1], 1, b"e")
     bench.finish()
-    assert (bench.answers[-1].kind, "--mm-processor-cache-gb" in bench.answers[-1].error) == (
-        ErrorKind.OVERLOADED,
-        True,
-    )
-    bench.now = LEASE_S - 1
-    bench.renew(b"a", b"c")
-    bench.now = LEASE_S
-    bench.read(FRONTENDS[0], 5, b"d")
+    assert len(bench.answers) == 3
+    assert bench.core.turns.num_waiting_for_room == 2
+    bench.later(30)
+    bench.say(FRONTENDS[0])
+    bench.cancel(FRONTENDS[0], 2)
+    assert [answer.handle for answer in bench.answers] == [1, 2, 3, 4]
+    assert bench.files.keys() - {"4.part", "5.part"} == {digest_of(data).hex() for data in (b"a", b"c", b"d")}
+    bench.cancel(FRONTENDS[0], 1)
     bench.finish()
-    assert not bench.answers[-1].error
-    assert bench.files.keys() == {digest_of(data).hex() for data in (b"a", b"c", b"d")}
-    bench.renew(b"b", b"a")
+    assert (bench.answers[-1].handle, bench.answers[-1].error) == (1, "")
+    bench.renew(b"b", b"e")
     assert bench.gone == [digest_of(b"b")]
+
+
+def test_an_image_that_finds_no_room_for_long_is_refused() -> None:
+    bench = Bench()
+    for handle, data in enumerate((b"a", b"b", b"c", b"d", b"e"), 1):
+        bench.read(FRONTENDS[0], handle, data)
+    bench.finish()
+    for _ in range(int(ROOM_WAIT_S // 10)):
+        bench.later(10)
+        bench.say(FRONTENDS[0])
+    bench.later(4)
+    assert len(bench.answers) == 3
+    bench.later(1)
+    assert [(answer.kind, "--mm-processor-cache-gb" in answer.error) for answer in bench.answers[3:]] == [
+        (ErrorKind.OVERLOADED, True)
+    ] * 2
+    assert not [name for name in bench.files if name.endswith(".part")]
+
+
+def test_what_a_dead_frontend_held_is_free_once_its_lease_has_ended() -> None:
+    bench = Bench()
+    bench.read(FRONTENDS[0], 1, b"a", b"b", b"c")
+    bench.finish()
+    bench.die(FRONTENDS[0])
+    bench.renew(b"a")
+    bench.read(FRONTENDS[1], 1, b"d")
+    bench.finish()
+    bench.later(LEASE_S - 1)
+    assert len(bench.answers) == 1, "its requests may run on elsewhere"
+    bench.renew(b"a")
+    bench.later(1)
+    assert not bench.answers[1].error
+    assert digest_of(b"a").hex() in bench.files, "a detokenizer holds it"
+
+
+def test_one_request_with_more_than_all_room_is_refused_at_once() -> None:
+    bench = Bench()
+    bench.read(FRONTENDS[0], 1, b"a", b"b", b"c", b"d")
+    bench.read(FRONTENDS[1], 1, b"e")
+    bench.finish()
+    assert [(answer.handle, answer.kind) for answer in bench.answers if answer.error] == [(1, ErrorKind.INVALID)]
+    assert len(bench.answers) == 2
+
+
+def test_those_who_wait_for_room_have_few_files_and_leave_none() -> None:
+    bench = Bench()
+    for handle in range(1, 20):
+        bench.read(FRONTENDS[0], handle, b"%d" % handle)
+        bench.finish()
+    assert len(bench.files) <= 3 + 4
+    for handle in range(4, 20):
+        bench.cancel(FRONTENDS[0], handle)
+    bench.later(1)
+    bench.finish()
+    assert len(bench.files) == 3
+    assert not bench.core.jobs
 
 
 def test_what_is_larger_than_all_room_is_refused() -> None:
     bench = Bench(room=SIZE - 1)
     bench.read(FRONTENDS[0], 1, b"a")
     bench.finish()
-    assert bench.answers[0].kind is ErrorKind.OVERLOADED
+    assert bench.answers[0].kind is ErrorKind.INVALID
     assert not bench.files
 
 
@@ -320,6 +423,7 @@ def test_a_name_without_its_image_is_refused_once_that_is_gone() -> None:
     bench.finish()
     bench.ask(FRONTENDS[0], 2, [source(b"", uuid="cat")], [b"a"])
     assert not bench.answers[-1].error
+    bench.vanished |= bench.files.keys()
     bench.files.clear()
     bench.event(Listed(frozenset()))
     bench.ask(FRONTENDS[0], 3, [source(b"", uuid="cat"), source(b"b")], [b"a", b"b"])

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ from seeing_models import seeing_model
 from serving import Serving, serving
 from waiting import until
 
+from meshlm.mediaproc.images import decoded
 from meshlm.mediaproc.processors import Processor
+from meshlm.protocol.media import Modality
 from meshlm.runtime.process.shared_memory import folder_of
 
 pytestmark = pytest.mark.mesh
@@ -321,3 +324,38 @@ def test_language_alone(folder: Path) -> None:
         assert "media" not in [one["role"] for one in server.status()["processes"]]
         answer = ask(server, part(data_url(fresh())))
         assert (answer.status_code, "--language-model-only" in answer.text) == (400, True)
+
+
+def test_many_more_images_than_there_is_room_for(folder: Path, processor: Processor) -> None:
+    """Files are free when their requests end: each image waits for room at most, and shared memory keeps its bound."""
+    room, count = 1 << 20, 60
+    files = [fresh((640, 480)) for _ in range(count)]
+    image = decoded(files[0], 1 << 30, (255, 255, 255))
+    each = sum(array.nbytes for array in processor.made(Modality.IMAGE, image, {}).tensors)
+    assert count * each > 5 * room, "they are few"
+    assert 8 * each > room, "all that run at once have room"
+    with serving(str(folder), *FLAGS, "--mm-processor-cache-gb", str(room / (1 << 30))) as server:
+        ask(server, part(data_url(fresh())))
+        shared = folder_of(server.run_dir)
+        memory = psutil.Process(server.pid("media")).memory_info().rss
+        most = 0
+        with ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(ask, server, part(data_url(data)), "what?") for data in files]
+            while not all(one.done() for one in asked):
+                most = max(most, _bytes_of(shared))
+                wait([one for one in asked if not one.done()], 0.02)
+        for one, data in zip(asked, files, strict=True):
+            right(processor, one.result(), data)
+        at_once = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
+        assert most <= room + 2 * at_once * each, "files that are being made are few"
+        assert _bytes_of(shared) <= room
+        assert psutil.Process(server.pid("media")).memory_info().rss < memory + (64 << 20)
+
+
+def _bytes_of(folder: Path) -> int:
+    """What all files of the folder have; some go meanwhile."""
+    found = 0
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += path.stat().st_size
+    return found
