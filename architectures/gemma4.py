@@ -139,7 +139,7 @@ _BESIDE_NORMS = (
 
 def _spec(config: dict[str, Any], architecture: str) -> ModelSpec:
     refuse_quantised(config, architecture)
-    if config.get("use_bidirectional_attention") not in (None, "vision"):  # of images, which are not served
+    if config.get("use_bidirectional_attention") not in (None, "vision"):  # of images: media.py
         raise ValueError(
             f"use_bidirectional_attention {shown(config['use_bidirectional_attention'])} is not supported for {architecture}"
         )
@@ -208,7 +208,7 @@ def _per_layer_input(config: dict[str, Any]) -> PerLayerInputSpec | None:
             f"hidden_size_per_layer_input {sizes['hidden_size_per_layer_input']} must be positive and vocab_size_per_layer_input "
             f"{sizes['vocab_size_per_layer_input']} no less than vocab_size {config['vocab_size']}"
         )
-    return PerLayerInputSpec(**sizes)
+    return PerLayerInputSpec(**sizes, padding_id=integer(config, "pad_token_id", 0))
 
 
 def _weights(spec: ModelSpec) -> Iterator[Weight]:

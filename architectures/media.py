@@ -16,6 +16,10 @@ class _Family(NamedTuple):
     interleaved: bool = False
     deepstack: bool = False
     uncut: bool = False
+    in_windows: bool = False  # uncut_in_windows
+    as_said: tuple[
+        str, ...
+    ] = ()  # uncut where use_bidirectional_attention is "vision"; (its value, where it is missing)
 
 
 _FAMILIES = {
@@ -29,6 +33,8 @@ _FAMILIES = {
     "LlavaNextForConditionalGeneration": _Family(32000),
     "LlavaOnevisionForConditionalGeneration": _Family(151646),
     "Gemma3ForConditionalGeneration": _Family(262144, uncut=True),
+    "Gemma4ForConditionalGeneration": _Family(258880, in_windows=True, as_said=("",)),
+    "Gemma4UnifiedForConditionalGeneration": _Family(258880, as_said=("vision",)),
     "Idefics3ForConditionalGeneration": _Family(128257),
     "SmolVLMForConditionalGeneration": _Family(128257),
     "InternVLForConditionalGeneration": _Family(151667),
@@ -58,8 +64,14 @@ def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
         deepstack=len(indexes),
         mrope_section=_section(config, family),
         mrope_interleaved=family.interleaved,
-        is_uncut=family.uncut,
+        is_uncut=family.uncut or _says_uncut(config, family),
+        uncut_in_windows=family.in_windows,
     )
+
+
+def _says_uncut(config: dict[str, Any], family: _Family) -> bool:
+    text = config.get("text_config") or {}
+    return any(text.get("use_bidirectional_attention", missing) == "vision" for missing in family.as_said)
 
 
 def _section(config: dict[str, Any], family: _Family) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ class MediaSpec(Struct, frozen=True, kw_only=True):
         False  # the three take turns from the first frequency on, instead of lying behind one another
     )
     is_uncut: bool = False  # the vectors of an image attend to one another, so one step computes them
+    uncut_in_windows: bool = False  # ... in layers with a window alone, and no further back than that reaches
 
     @property
     def modalities(self) -> tuple[Modality, ...]:

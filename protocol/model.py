@@ -99,6 +99,7 @@ class PerLayerInputSpec(Struct, frozen=True, kw_only=True):
 
     hidden_size_per_layer_input: int
     vocab_size_per_layer_input: int
+    padding_id: int = 0  # the token whose rows of the table an image's vectors have
 
 
 class HeadSpec(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 
 VECTOR = -1  # the id of a token that came as a vector
+MEDIA = -2  # the id of a token that came as a vector of an image
 UNKNOWN = -1  # num_decodes of a CUDA graph that any mix of requests is replayed with
 
 
@@ -94,7 +95,7 @@ class StepInputs:
     # token of such a request; -1 in a request's row: its state goes where its block table says (states/drafted.py)
     draft_pages: tuple[Tensor, ...] = ()
     token_types: Tensor | None = None  # int64 [t], for encoders: 1 for a pair's second text; None: all are 0
-    # [t, hidden]: what tokens of the id VECTOR stand for; None: there are none of that id
+    # [t, hidden]: what tokens of the ids VECTOR and MEDIA stand for; None: there are none of these
     vectors: Tensor | None = None
     # int64 [3, t], of models with M-RoPE: what is added to a token's position to have its frame, row and column; None: nothing to any
     rope_shift: Tensor | None = None
@@ -129,14 +130,9 @@ class StepInputs:
     def with_vectors(self, states: Tensor) -> Tensor:
         """The first layer's states [t, ...], of which some came with prompts: these are taken as they are, also where a model scales
         its own."""
-        return states if self.vectors is None else self.chosen(self.vectors.to(states.dtype), states)
-
-    def chosen(self, of_vectors: Tensor, states: Tensor) -> Tensor:
-        """[t, ...]: of tokens that came as vectors the first, else the second."""
         if self.vectors is None:
             return states
-        came = (self.input_ids < 0).view(-1, *(1,) * (states.dim() - 1))
-        return torch.where(came, of_vectors, states)
+        return torch.where((self.input_ids < 0)[:, None], self.vectors.to(states.dtype), states)
 
 
 @dataclass(frozen=True, slots=True)

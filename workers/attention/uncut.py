@@ -1,6 +1,8 @@
-"""Runs of tokens that attend to one another, as the vectors of an image do (Gemma 3): beside any backend, in plain torch.
+"""Runs of tokens that attend to one another, as the vectors of an image do (Gemma 3 and 4): beside any backend, in plain torch.
 
     a query sees a key that is not behind it, in its window; and each key of its own run, behind it or not
+
+With `in_windows` (Gemma 4) layers without a window are causal, and the others' windows hold for a run's own keys, too.
 
 The backend computes the step as if all was causal; what it gives to the tokens of runs is computed again, from the cache, in which all
 keys and values of the step are by then.
@@ -27,10 +29,13 @@ class UncutAttention:
     own: StepAttention
     batch: StepInputs
     block_size: int
+    in_windows: bool = False
 
     def attend(
         self, qkv: Tensor, step: LayerStep, heads: AttentionShape, scale: float, sliding_window: int = 0
     ) -> Tensor:
+        if self.in_windows and not sliding_window:
+            return self.own.attend(qkv, step, heads, scale, sliding_window)
         query = step.ops.rope_cache(qkv.clone(), step.batch, step.table, step.cache, heads)
         out = self.own.attend(qkv, step, heads, scale, sliding_window)
         seen = Seen(scale, sliding_window, heads.softcap, heads.chunk, heads.sinks, heads.slopes)
@@ -54,10 +59,12 @@ class UncutAttention:
         )
         at = torch.arange(first * size, run.end, device=query.device)
         row = torch.arange(run.start, run.start + run.num_tokens, device=query.device)[:, None]
-        mask = at <= row
-        if seen.window:
-            mask &= at > row - seen.window
+        mask, near = at <= row, at > row - seen.window if seen.window else None
+        if near is not None and not self.in_windows:
+            mask &= near
         mask |= at >= run.begin
+        if near is not None and self.in_windows:
+            mask &= near
         lost = at < row.min() - seen.window + 1 if seen.window else torch.zeros_like(mask[0])
         lost &= at < run.begin  # which no query sees: their pages may hold anything
         keys, values = (lines.masked_fill(lost[:, None, None], 0) for lines in (keys, values))

@@ -87,7 +87,9 @@ class Compute:
         intermediate_tensors = self._intermediate_tensors[: len(batch.input_ids)]
         attention = self.attention.step(batch, self._block_size)
         if batch.uncut:
-            attention = UncutAttention(attention, batch, self._block_size)
+            media = self._model.spec.media
+            in_windows = media is not None and media.uncut_in_windows
+            attention = UncutAttention(attention, batch, self._block_size, in_windows)
         caches = self.caches[: self._num_layers]
         hidden: Tensor = self._model(batch, caches, attention, None if self._is_first else intermediate_tensors)
         self._adapters = batch.adapters

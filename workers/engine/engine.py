@@ -329,7 +329,8 @@ class ModelEngine:
         if why_no_graph:
             self.graphs.misses[why_no_graph] += 1
         if self.together is not None:
-            across, asked = reads_across(plan), self.balancer is not None and self.balancer.asked
+            across = reads_across(plan) or any(extra.reads_across for extra in extras)
+            asked = self.balancer is not None and self.balancer.asked
             graph = not why_no_graph
             return self.together.execution(step, self.graphs, graph=graph, across=across, rebalance=asked)
         if why_no_graph:

@@ -25,8 +25,11 @@ from meshlm.workers.weights.load import default_dtype
 from meshlm.workers.weights.sources import encoder_sources
 
 _TEXT_PARTS = ("language_model", "text_model")
-_NOT_NAMED = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.")
-"""Files of some versions of transformers have these in the names of tensors, and others have not."""
+_OF_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\..*")
+_NOT_NAMED = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.|(?<=embed_vision\.)multimodal_embedder\.")
+"""Files of some versions of transformers have these in the names of tensors, and others, or its modules, have not."""
+_OTHERWISE_NAMED = re.compile(r"^vision_embedder\.")
+"""In files; modules have `embed_vision.`."""
 FEATURES = {
     Modality.IMAGE: "get_image_features",
     Modality.VIDEO: "get_video_features",
@@ -54,19 +57,19 @@ class MediaEncoder:
         """Reads the weights into the tensors that are there. ProcessFatal names a tensor that is missing, or not the encoder's."""
         if resolved.load_format == "dummy":
             return
-        slots = {_NOT_NAMED.sub("", name): value for name, value in self.module.state_dict(keep_vars=True).items()}
+        slots = {_slot(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
         left = set(slots)
         where = resolved.weights_url or resolved.model_path
         with torch.no_grad():
             for name, source in encoder_sources(resolved, self.device):
-                own = _NOT_NAMED.sub("", name)
+                own = _slot(name)
                 if own in slots:
                     if tuple(source.shape) != tuple(slots[own].shape):
                         shapes = f"{list(source.shape)}, and config.json says {list(slots[own].shape)}"
                         raise ProcessFatal(f"{where}: tensor {name} is of shape {shapes}")
                     slots[own].copy_(source.whole())
                     left.discard(own)
-                elif not is_needless(name):
+                elif not is_needless(name) and not _OF_SOUND.fullmatch(name):
                     raise ProcessFatal(f"{where}: the encoder of {self.spec.architecture} has no tensor {name}")
         if left:
             raise ProcessFatal(f"{where}: tensor {min(left)} of the encoder is missing")
@@ -116,6 +119,11 @@ def _taken_by(method: Any) -> dict[str, bool]:
     return {one.name: one.default is one.empty for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD}
 
 
+def _slot(name: str) -> str:
+    """The name of a tensor of a file or of a module, as both are called here."""
+    return _OTHERWISE_NAMED.sub("embed_vision.", _NOT_NAMED.sub("", name))
+
+
 def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
     """[vectors, hidden], of one tensor or of one for each item."""
     each = [found] if isinstance(found, Tensor) else list(found)
@@ -123,13 +131,15 @@ def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
 
 
 def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """The model without its text part, its weights by chance. ProcessFatal."""
+    """The model without its parts for text and sound, its weights by chance. ProcessFatal."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     quiet()
     values = json.loads(spec.config)
+    if "audio_config" in values and Modality.AUDIO not in spec.modalities:
+        values["audio_config"] = None
     try:
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlm.protocol.model import ModelSpec, PerLayerInputSpec
-from meshlm.workers.batch import LayerCache, StepInputs
+from meshlm.workers.batch import MEDIA, VECTOR, LayerCache, StepInputs
 from meshlm.workers.distributed.shard import WHOLE, Shard
 from meshlm.workers.forward_context import ForwardContext
 from meshlm.workers.layers.elements import MLP, Embedding, Linear, RMSNorm
@@ -155,7 +155,7 @@ class PerLayerInputs(nn.Module):
     def __init__(self, sizes: PerLayerInputSpec, layers: int, hidden: int, eps: float) -> None:
         super().__init__()
         self._own, self._known = sizes.hidden_size_per_layer_input, sizes.vocab_size_per_layer_input
-        self._hidden = hidden
+        self._hidden, self._padding = hidden, sizes.padding_id
         self._every = layers * self._own
         self.embed = Embedding(self._known, self._every, 0, self._known)
         self.project = Linear(hidden, layers * self._own, bias=False)
@@ -167,12 +167,15 @@ class PerLayerInputs(nn.Module):
         self._scale = float(torch.tensor(self._own**0.5, dtype=dtype))
 
     def forward(self, x: Tensor, batch: StepInputs, ops: Ops) -> Tensor:
-        """x [t, hidden]: the first layer's -> [t, layers, own]. Of tokens whose vectors came with a prompt, of these alone."""
+        """x [t, hidden]: the first layer's -> [t, layers, own]. Of tokens whose vectors came with a prompt, of these alone; an image's
+        have the number of the token that pads."""
         projected = self.project(x, ops) * self._hidden**-0.5
         lines = projected.view(-1, self._own)
         projected = ops.rms_norm(lines, self.norm.weight, self.norm.eps).view(len(x), -1, self._own)
-        ids = batch.known_ids
+        ids = torch.where(batch.input_ids == MEDIA, self._padding, batch.known_ids)
         rows = ops.rows(torch.where(ids < self._known, ids, 0), self.embed.weight, self._every)
         rows = rows.view_as(projected) * self._scale
         both: Tensor = (projected + rows) * 2**-0.5
-        return batch.chosen(projected, both)
+        return (
+            both if batch.vectors is None else torch.where((batch.input_ids == VECTOR)[:, None, None], projected, both)
+        )

@@ -18,13 +18,13 @@ if torch.cuda.is_available():
     pytest.skip("these tensors are on the CPU, where kernels run in the interpreter", allow_module_level=True)
 
 SMALLER = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
 
 
-@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3-vl", "gemma3", "gemma4-e2b", "gemma4-26b"])
 def test_tokens_are_transformers(name: str, tmp_path: Path) -> None:
     case: Case = CASES[name]
-    text = case.text | SMALLER | (WINDOWS if name == "gemma3" else {})
+    text = case.text | SMALLER | (WINDOWS if "gemma" in name else {})
     seeing = Seeing(case._replace(text=text), tmp_path)
     asked = [
         (f"w1 w2 w3 {seeing.placeholder} w4 w5 {seeing.placeholder}", [picture(2, 45, 19), picture(1, 32, 32)]),

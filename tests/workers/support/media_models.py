@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from small_models import SMALL
+from small_models import GEMMA4, SMALL
 
 from meshlm.protocol.media import Media, MediaItem, MediaTensor, Modality
 
@@ -28,6 +28,7 @@ _NAMES: tuple[str, ...] = (
     "<fake_token_around_image>",
 )
 _NAMES += (
+    *("<audio>", "<boa>", "<eoa>"),
     "<global-img>",
     "<end_of_utterance>",
     *(f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)),
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     processor: Callable[[Any], Any]  # of a tokenizer
     merge: int = 0  # patches of a side that are a vector, where items have grids
     sees: tuple[str, ...] = ("image_token_id",)  # keys of the configuration that name the placeholder
+    uncut: bool = False
 
 
 def tokenizer() -> Any:
@@ -56,7 +58,10 @@ def tokenizer() -> Any:
     made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in IDS])
     named = {"image_token": IMAGE, "video_token": "<video>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
     named |= {"start_image_token": "<boi>", "end_image_token": "<eoi>", "context_image_token": IMAGE}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, extra_special_tokens=named)
+    named |= {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<end_of_utterance>", extra_special_tokens=named
+    )
 
 
 def _without_video(name: str) -> Any:
@@ -91,6 +96,19 @@ def _gemma3(words: Any) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), words, image_seq_length=4)
+
+
+def _gemma4(name: str, *, patch: int, pooling: int) -> Callable[[Any], Any]:
+    """The processor of Gemma 4 Unified gets Gemma 4's images, of whole patches: its own needs torchvision."""
+
+    def made(words: Any) -> Any:
+        from transformers.models.gemma4 import image_processing_pil_gemma4 as own
+
+        setattr(own, "_SUPPORTED_SOFT_TOKENS", (14,))  # noqa: B010 - it takes 70 at the least
+        images = own.Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pooling, max_soft_tokens=14)
+        return _without_video(name)(None, images, words, None)
+
+    return made
 
 
 def _idefics3(words: Any) -> Any:
@@ -143,6 +161,9 @@ _QWEN = _TOWER | {"depth": 4, "num_heads": 2, "out_hidden_size": 48, "patch_size
 _QWEN |= {"spatial_merge_size": 2}
 _QWEN3 = _QWEN | {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 36}
 _SQUARE = _TOWER | {"num_hidden_layers": 2, "image_size": 16, "patch_size": 4}
+_GEMMA4 = _TOWER | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4}
+_GEMMA4 |= {"pooling_kernel_size": 2, "position_embedding_size": 24}
+_HEARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 _DELTA: dict[str, Any] = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -234,6 +255,34 @@ CASES: dict[str, Case] = {
         | {"tie_word_embeddings": True},
         _gemma3,
         sees=_BOTH,
+        uncut=True,
+    ),
+    "gemma4-e2b": Case(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        GEMMA4["gemma4-e2b"][1] | {"pad_token_id": 5},
+        _GEMMA4 | {"use_clipped_linears": True},
+        {"audio_config": _HEARS, "tie_word_embeddings": True},
+        _gemma4("Gemma4Processor", patch=4, pooling=2),
+    ),
+    "gemma4-26b": Case(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        GEMMA4["gemma4-moe"][1] | {"use_bidirectional_attention": "vision", "sliding_window": 5, "pad_token_id": 0},
+        _GEMMA4 | {"standardize": True},
+        {"audio_config": None, "tie_word_embeddings": True},
+        _gemma4("Gemma4Processor", patch=4, pooling=2),
+        uncut=True,
+    ),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        "Gemma4UnifiedConfig",
+        GEMMA4["gemma4-dense"][1] | {"pad_token_id": 0},
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "mm_posemb_size": 24, "output_proj_dims": 32}
+        | {"initializer_range": 0.2},
+        {"audio_config": None, "tie_word_embeddings": True},
+        _gemma4("Gemma4UnifiedProcessor", patch=8, pooling=1),
+        uncut=True,
     ),
     "idefics3": Case(
         "Idefics3ForConditionalGeneration",
@@ -319,7 +368,6 @@ class Seeing:
         if self.case.merge:
             frames, rows, columns = values["image_grid_thw"][0].tolist()
             grid = frames, rows // self.case.merge, columns // self.case.merge
-        uncut = self.case.config == "Gemma3Config"
         return MediaItem(
             Modality.IMAGE,
             digest.digest(),
@@ -329,7 +377,7 @@ class Seeing:
             grid,
             str(path),
             tuple(tensors),
-            is_uncut=uncut,
+            is_uncut=self.case.uncut,
         )
 
     def prompt(self, text: str, images: list[Any]) -> tuple[list[int], Media | None]:

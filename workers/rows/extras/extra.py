@@ -42,6 +42,7 @@ class StepExtra(Generic[States]):
     """One kind in one step. The engine calls these methods in this order; a kind has those in which it does something."""
 
     why_no_graph = ""  # why the step is launched kernel by kernel
+    reads_across = False  # tokens read what later ones of the step write: it is not halved
     needs_pause = False  # between the model and the head the host has something to do: they are two graphs
 
     def before_model(self) -> None:

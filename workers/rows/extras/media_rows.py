@@ -1,4 +1,4 @@
-"""Rows whose prompt has images. A token that is a vector has the id `VECTOR` in the row's tokens, as where prompts bring vectors.
+"""Rows whose prompt has images. A token that is a vector has the id `MEDIA` in the row's tokens.
 
 In the step that computes the first of an item's vectors, the encoder makes all of them; a later step, or another request with the same
 image, takes them from the cache, or has them made anew where they had to go. So what a row keeps is where its tensors lie, no more.
@@ -17,7 +17,7 @@ from meshlm.protocol.edges.step import NewRow, RowFailed
 from meshlm.protocol.extras import find_extra
 from meshlm.protocol.media import Media, MediaItem
 from meshlm.protocol.wire.ids import ErrorKind
-from meshlm.workers.batch import VECTOR, UncutRun
+from meshlm.workers.batch import MEDIA, UncutRun
 from meshlm.workers.media.positions import RopeShift, rope_shift
 from meshlm.workers.media.tensors import MediaError
 from meshlm.workers.rows.changes import I32, I64
@@ -64,7 +64,7 @@ class MediaStep(StepExtra[Tensor]):
         self._rows, self._encoder, self._parts, self._shift, self._failed = rows, encoder, parts, shift, failed
         self._uncut = uncut
         if uncut:
-            self.why_no_graph = "images whose tokens attend to one another"
+            self.why_no_graph, self.reads_across = "images whose tokens attend to one another", True
 
     def before_model(self) -> None:
         buffers = self._rows.media
@@ -130,7 +130,7 @@ class MediaRows(RowExtra[Tensor]):
         token_ids = np.frombuffer(new.token_ids, np.int32).copy()
         for item in _items_of(new):
             span = token_ids[item.position : item.position + item.num_tokens]
-            span[np.frombuffer(item.is_vector, np.uint8)[: len(span)] != 0] = VECTOR
+            span[np.frombuffer(item.is_vector, np.uint8)[: len(span)] != 0] = MEDIA
         return replace(new, token_ids=token_ids.tobytes())
 
     def add_row(self, new: NewRow) -> None:
