@@ -1,17 +1,18 @@
-"""The images that a model takes beside text, read from the config.json of the whole model: its text part is text_part.py's."""
+"""What a model takes beside text, images and sounds, read from the config.json of the whole model: its text part is text_part.py's."""
 
 import json
 from typing import Any, NamedTuple
 
 from meshlm.architectures.config_values import shown
+from meshlm.architectures.text_part import reading_part
 from meshlm.protocol.media import Modality
 from meshlm.protocol.media_spec import MediaSpec
 
 
 class _Family(NamedTuple):
-    """A model whose images are served, by its architecture."""
+    """A model whose images or sounds are served, by its architecture."""
 
-    placeholder: int  # of images, where config.json names none
+    placeholder: int | None  # of images, where config.json names none; None: it sees none
     section: tuple[int, ...] = ()  # M-RoPE: frequencies by axis, where config.json has none; (0,): it must have them
     interleaved: bool = False
     deepstack: bool = False
@@ -20,6 +21,7 @@ class _Family(NamedTuple):
     as_said: tuple[
         str, ...
     ] = ()  # uncut where use_bidirectional_attention is "vision"; (its value, where it is missing)
+    audio: int | None = None  # the placeholder of sounds, where config.json names none; None: it hears none
 
 
 _FAMILIES = {
@@ -39,28 +41,36 @@ _FAMILIES = {
     "SmolVLMForConditionalGeneration": _Family(128257),
     "InternVLForConditionalGeneration": _Family(151667),
     "Mistral3ForConditionalGeneration": _Family(10),
+    "Qwen2AudioForConditionalGeneration": _Family(None, audio=151646),
+    "AudioFlamingo3ForConditionalGeneration": _Family(None, audio=151669),
+    "VoxtralForConditionalGeneration": _Family(None, audio=24),
+    "Qwen2_5OmniThinkerForConditionalGeneration": _Family(151655, (0,), audio=151646),
 }
+_TOWERS = {Modality.IMAGE: "vision_config", Modality.AUDIO: "audio_config"}
 
 
 def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
-    """What the model of this config.json, the whole one, sees; None: images of this architecture are not served. ValueError."""
+    """What the model of this config.json, the whole one, sees and hears; None: nothing beside text is served of it. ValueError."""
+    config = reading_part(config)
     named = config.get("architectures") or [""]
-    family, tower = _FAMILIES.get(named[0]), config.get("vision_config")
-    if family is None or not isinstance(tower, dict):
+    family = _FAMILIES.get(named[0])
+    if family is None:
         return None
-    placeholder = next(
-        (config[key] for key in ("image_token_id", "image_token_index") if config.get(key) is not None),
-        family.placeholder,
-    )
-    if not isinstance(placeholder, int) or placeholder < 0:
-        raise ValueError(f"image_token_id must be a token's id, got {shown(placeholder)}")
-    indexes = tower.get("deepstack_visual_indexes", [8, 16, 24]) if family.deepstack else []
+    defaults = {Modality.IMAGE: family.placeholder, Modality.AUDIO: family.audio}
+    towers = {
+        one: tower
+        for one, default in defaults.items()
+        if default is not None and isinstance(tower := config.get(_TOWERS[one]), dict)
+    }
+    if not towers:
+        return None
+    indexes = towers[Modality.IMAGE].get("deepstack_visual_indexes", [8, 16, 24]) if family.deepstack else []
     return MediaSpec(
         architecture=named[0],
         config=json.dumps(config),
-        tower=str(tower.get("model_type") or config.get("model_type")),
+        tower=str(next(iter(towers.values())).get("model_type") or config.get("model_type")),
         hidden_size=hidden_size,
-        placeholders=((Modality.IMAGE, placeholder),),
+        placeholders=tuple((one, _placeholder(config, one, defaults[one])) for one in towers),
         deepstack=len(indexes),
         mrope_section=_section(config, family),
         mrope_interleaved=family.interleaved,
@@ -72,6 +82,14 @@ def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
 def _says_uncut(config: dict[str, Any], family: _Family) -> bool:
     text = config.get("text_config") or {}
     return any(text.get("use_bidirectional_attention", missing) == "vision" for missing in family.as_said)
+
+
+def _placeholder(config: dict[str, Any], modality: Modality, default: int | None) -> int:
+    names = f"{modality}_token_id", f"{modality}_token_index"
+    found = next((config[key] for key in names if config.get(key) is not None), default)
+    if not isinstance(found, int) or found < 0:
+        raise ValueError(f"{names[0]} must be a token's id, got {shown(found)}")
+    return found
 
 
 def _section(config: dict[str, Any], family: _Family) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ _KINDS = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_vl_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen2_5_vl_text": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen2_5_omni_text": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_text": ("Qwen3ForCausalLM", "qwen3"),
     "qwen3_vl_moe_text": ("Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -39,9 +40,15 @@ _ARCHITECTURES = pairs("""
     SmolVLMForConditionalGeneration=llama Qwen2VLForConditionalGeneration=qwen2_vl_text
     Qwen2_5_VLForConditionalGeneration=qwen2_5_vl_text Qwen3VLForConditionalGeneration=qwen3_vl_text
     Qwen3VLMoeForConditionalGeneration=qwen3_vl_moe_text Qwen3_5ForConditionalGeneration=qwen3_5_text
-    Qwen3_5MoeForConditionalGeneration=qwen3_5_moe_text
+    Qwen3_5MoeForConditionalGeneration=qwen3_5_moe_text Qwen2AudioForConditionalGeneration=qwen2
+    AudioFlamingo3ForConditionalGeneration=qwen2 VoxtralForConditionalGeneration=llama
+    Qwen2_5OmniThinkerForConditionalGeneration=qwen2_5_omni_text Qwen2_5OmniForConditionalGeneration=qwen2_5_omni_text
+    Qwen2_5OmniModel=qwen2_5_omni_text
 """)
 """Models that are served so, and the model_type that a text_config without one has."""
+_THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
+_SPEAKING = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
+"""Models that also speak. Their thinker reads, sees, hears and writes; what makes sound of that is not loaded."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "gemma4_unified_text": {
@@ -54,19 +61,37 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
+    r"|position_id_per_seconds|seconds_per_chunk|user_token_id"
 )
 _OTHER_TENSORS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline)(\..*)?"
+    r"(talker|token2wav)\..*|(thinker\.)?(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline)(\..*)?"
 )
-_TEXT_TENSORS = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
+_TEXT_TENSORS = re.compile(r"(?:thinker\.)?(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 
 
 def architectures() -> tuple[str, ...]:
     return tuple(_ARCHITECTURES)
 
 
+def is_spoken(name: str) -> bool:
+    """Whether a tensor of the file belongs to the part of a model that speaks."""
+    return name.startswith(("talker.", "token2wav."))
+
+
+def reading_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the part that takes prompts: the thinker's of a model that also speaks, else the whole. ValueError."""
+    named = config.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in _SPEAKING:
+        return config
+    thinker = config.get("thinker_config")
+    if not isinstance(thinker, dict):
+        raise ValueError(f"thinker_config must be an object, got {shown(thinker)}")
+    return {**thinker, "architectures": [_THINKER], "model_type": "qwen2_5_omni_thinker"}
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any] | None:
     """The config.json of the text model; None where the model has no other part. ValueError."""
+    config = reading_part(config)
     named = config.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or named[0] not in _ARCHITECTURES:
         return None
@@ -98,7 +123,7 @@ def text_tensor(name: str) -> str | None:
         return None
     found = _TEXT_TENSORS.fullmatch(name)
     if found is None:
-        return name
+        return name.removeprefix("thinker.")
     return found["rest"] if found["rest"].partition(".")[0] == "lm_head" else f"model.{found['rest']}"
 
 

@@ -37,9 +37,10 @@ from meshlm.mediaproc.events import (
     Skipped,
 )
 from meshlm.mediaproc.making import Order, Outcome, Settings
+from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
-from meshlm.protocol.media import DIGEST_BYTES
+from meshlm.protocol.media import DIGEST_BYTES, Modality
 from meshlm.protocol.wire.ids import COORDINATOR, ErrorKind, Identity, Incarnation
 from meshlm.protocol.wire.parts import joined
 from meshlm.runtime.errors import LinkDown, ProcessFatal
@@ -59,11 +60,18 @@ TICK_S = 1.0
 LIST_TICKS = 10  # between two looks at the files that are there
 PART = ".part"
 OWNER = "run_dir"  # supervisor/processes/shared_folders.py reads it
-NEEDED = ("PIL", "transformers")  # packages of the extra `media`
+NEEDED = {  # packages by what they are for, each with the extra that has it
+    Modality.IMAGE: {"PIL": "media", "transformers": "media"},
+    Modality.VIDEO: {"PIL": "media", "transformers": "media"},
+    Modality.AUDIO: {"av": "audio", "transformers": "media"},
+}
+NAMES = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "sounds"}
 NAMED_BY = ("processor_config.json", "preprocessor_config.json")
 LIBRARY_BYTES = 1024 * MIB  # of address space: what the libraries and a processor take beside an image's pixels
 BYTES_A_PIXEL = 16  # as decoded, converted, turned and resized
+BYTES_A_SAMPLE = 64  # as decoded, joined, and as its share of a spectrogram
 CPU_S, WALL_S = 30.0, 120.0
+CPU_SHARE = 0.05  # of one core: so much more for each second that a clip may have
 TRIES = 2  # of a file whose child died for no reason of its own
 NICENESS = 5  # texts go first
 FETCH_THREADS, GATHER_THREADS, MOST_MAKE_THREADS = 16, 2, 4
@@ -76,7 +84,7 @@ class MediaApp(App):
     _mesh: Mesh  # from start() on, as the others below
     _folder: Path
     _sandbox: Sandbox
-    _limits: Limits
+    _limits: dict[Modality, Limits]
 
     def __init__(self) -> None:
         self._core: MediaCore | None = None
@@ -94,14 +102,7 @@ class MediaApp(App):
             raise ProcessFatal("the configuration has no media")
         self._mesh, self._folder = mesh, folder_of(config.run.run_dir)
         max_bytes = self._prepare_folder(config)
-        self._limits = Limits(
-            cpu_s=CPU_S,
-            memory_bytes=LIBRARY_BYTES
-            + BYTES_A_PIXEL * config.media.max_image_pixels
-            + 2 * config.media.max_media_bytes,
-            stack_bytes=8 * MIB,
-            niceness=NICENESS,
-        )
+        self._limits = {one: _limits_of(one, config) for one in Modality}
         refusal = missing(config)
         self._sandbox = Sandbox("meshlm.mediaproc.making", msgspec.json.encode(_settings(config, max_bytes)), "media")
         if not refusal:
@@ -229,7 +230,7 @@ class MediaApp(App):
         job, modality = msgspec.msgpack.encode(order), order.modality
         for tried in range(1, TRIES + 1):
             try:
-                answer = self._sandbox.run(job, self._limits, WALL_S)
+                answer = self._sandbox.run(job, self._limits[modality], WALL_S)
                 return msgspec.msgpack.decode(answer, type=Outcome)
             except ChildDied as died:
                 if died.is_of_the_job or tried == TRIES:
@@ -287,13 +288,29 @@ def _of(effect: Gather | Make, refusal: Refusal) -> Event:
     return Made(effect.job, refusal=refusal)
 
 
+def _limits_of(modality: Modality, config: MeshConfig) -> Limits:
+    """Of the child that makes an item."""
+    media, cpu_s = config.media, CPU_S
+    content = BYTES_A_PIXEL * media.max_image_pixels
+    if modality is Modality.AUDIO:
+        content = BYTES_A_SAMPLE * SAMPLE_RATE * config.server.max_audio_seconds
+        cpu_s += CPU_SHARE * config.server.max_audio_seconds
+    memory = LIBRARY_BYTES + content + 2 * media.max_media_bytes
+    return Limits(cpu_s=cpu_s, memory_bytes=memory, stack_bytes=8 * MIB, niceness=NICENESS)
+
+
 def missing(config: MeshConfig) -> str:
-    """Why this server reads no images; "" where it does."""
-    if lacking := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        return f"images need packages that are not installed at the server ({', '.join(lacking)}): {how_to_install('media')}"
-    folder = Path(config.require_resolved().model_path)
+    """Why this server reads no images, videos and sounds; "" where it does."""
+    resolved = config.require_resolved()
+    assert resolved.spec.media is not None
+    needed = {name: extra for one in resolved.spec.media.modalities for name, extra in NEEDED[one].items()}
+    if lacking := [name for name in needed if importlib.util.find_spec(name) is None]:
+        what = " and ".join(NAMES[one] for one in resolved.spec.media.modalities)
+        how = "; ".join(how_to_install(extra) for extra in sorted({needed[name] for name in lacking}))
+        return f"{what} need packages that are not installed at the server ({', '.join(lacking)}): {how}"
+    folder = Path(resolved.model_path)
     if not any((folder / name).exists() for name in NAMED_BY):
-        return f"the model has no {' or '.join(NAMED_BY)}, which says how its images are made ready"
+        return f"the model has no {' or '.join(NAMED_BY)}, which says how its media are made ready"
     return ""
 
 
@@ -302,5 +319,11 @@ def _settings(config: MeshConfig, max_file_bytes: int) -> Settings:
     assert resolved.spec.media is not None
     kwargs = msgspec.json.decode(media.mm_processor_kwargs)
     return Settings(
-        resolved.model_path, resolved.spec.media, kwargs, media.background, media.max_image_pixels, max_file_bytes
+        folder=resolved.model_path,
+        spec=resolved.spec.media,
+        kwargs=kwargs,
+        background=media.background,
+        max_pixels=media.max_image_pixels,
+        max_audio_seconds=config.server.max_audio_seconds,
+        max_file_bytes=max_file_bytes,
     )

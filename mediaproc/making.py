@@ -27,6 +27,7 @@ class Settings(Struct, frozen=True):
     kwargs: dict[str, Any]  # --mm-processor-kwargs
     background: tuple[int, int, int]
     max_pixels: int
+    max_audio_seconds: float
     max_file_bytes: int
 
 
@@ -99,5 +100,9 @@ class _Maker:
                 from meshlm.mediaproc import images  # with Pillow
 
                 return images.decoded(order.data, self._settings.max_pixels, self._settings.background)
+            case Modality.AUDIO:
+                from meshlm.mediaproc import sounds  # with PyAV
+
+                return sounds.decoded(order.data, *self._processor.longest_clip(self._settings.max_audio_seconds))
             case _:
                 raise refused(f"{order.modality} is not read")

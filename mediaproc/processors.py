@@ -11,6 +11,7 @@ from transformers import AutoProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from meshlm.mediaproc.addresses import refused
+from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.media import MediaDType, MediaItem, MediaTensor, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.columns import pack_i32
@@ -31,7 +32,8 @@ ALIGNMENT = 64
 OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of the processor's outputs
 VIDEO = "video_processor"
 CALLED = {  # by modality, how the processor's attributes and arguments have it
-    Modality.IMAGE: Called("image_token", "images", "image_processor", "image_grid_thw")
+    Modality.IMAGE: Called("image_token", "images", "image_processor", "image_grid_thw"),
+    Modality.AUDIO: Called("audio_token", "audio", "feature_extractor", ""),
 }
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -51,13 +53,33 @@ class Processor:
         self._spec, self._kwargs = spec, kwargs
         self._processor = _loaded(folder)
         self._tokenizer = self._processor.tokenizer
-        self._valid = frozenset(getattr(self._processor.image_processor, "valid_kwargs", dict).__annotations__)
+        self._valid = self._known_kwargs()
         self.check_kwargs(kwargs)
+        if (
+            Modality.AUDIO in spec.modalities
+            and (rate := self._processor.feature_extractor.sampling_rate) != SAMPLE_RATE
+        ):
+            raise refused(f"the model hears {rate} samples a second; only {SAMPLE_RATE} are supported")
+
+    def _known_kwargs(self) -> frozenset[str] | None:
+        """Names of mm_processor_kwargs; None: the processor does not say. What makes features of sounds has none."""
+        if Modality.IMAGE not in self._spec.modalities:
+            return frozenset()
+        found = getattr(self._processor.image_processor, "valid_kwargs", None)
+        return None if found is None else frozenset(found.__annotations__)
+
+    def longest_clip(self, max_seconds: float) -> tuple[float, str]:
+        """The seconds that a clip may have, and what says so. A processor would cut off the rest and say nothing."""
+        samples = getattr(self._processor.feature_extractor, "n_samples", None)
+        own = getattr(self._processor, "max_audio_len", None) or (samples / SAMPLE_RATE if samples else max_seconds)
+        return (
+            (own, "all that this model hears of a clip") if own < max_seconds else (max_seconds, "--max-audio-seconds")
+        )
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Refused for a name that the processor does not know: it would be without effect."""
         for name in kwargs:
-            if self._valid and name not in self._valid:
+            if self._valid is not None and name not in self._valid:
                 raise refused(f"mm_processor_kwargs: {name[:60]} is nothing that this model's processor knows")
 
     def made(self, modality: Modality, content: Any, kwargs: dict[str, Any]) -> MadeItem:
@@ -65,12 +87,15 @@ class Processor:
         self.check_kwargs(kwargs)
         called = CALLED[modality]
         placeholder = str(getattr(self._processor, called.token))
-        options = {**self._kwargs, **kwargs, "add_special_tokens": False, "return_tensors": "pt"}
+        own = {"sampling_rate": SAMPLE_RATE} if modality is Modality.AUDIO else {**self._kwargs, **kwargs}
+        options = {**own, "add_special_tokens": False, "return_tensors": "pt"}
         try:
             made = self._processor(text=[placeholder], **{called.argument: [content]}, **options)
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # an image of extreme shape, say
             raise refused(f"the model's processor refuses the {modality}: {error}"[:300]) from None
         ids = [int(token) for token in np.asarray(made["input_ids"]).reshape(-1)]
+        if self._spec.token_id(modality) not in ids:
+            raise refused(f"the {modality} is too short: no token stands for it")
         first, last = self._core(ids, modality)
         is_vector = bytes(token == self._spec.token_id(modality) for token in ids[first:last])
         tensors = {name: _array(value) for name, value in sorted(made.items()) if name not in OF_TEXT}
@@ -85,7 +110,7 @@ class Processor:
             is_vector=is_vector,
             grid=self._grid(tensors, called, is_vector.count(1)),
             tensors=tuple(places),
-            is_uncut=self._spec.is_uncut,
+            is_uncut=self._spec.is_uncut and modality is not Modality.AUDIO,
             placeholder=int(self._tokenizer.convert_tokens_to_ids(placeholder)),
             before=self._text(ids[:first]),
             after=self._text(ids[last:]),

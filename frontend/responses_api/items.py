@@ -14,6 +14,7 @@ from meshlm.frontend.responses_api.tools import flat
 
 Json = dict[str, Any]
 TEXTS = ("input_text", "output_text", "text")
+MEDIA = ("input_image", "input_audio")
 
 
 def listed(given: str | list[Json]) -> list[Json]:
@@ -100,7 +101,7 @@ def _message(item: Json, where: str, found: list[Json]) -> None:
         content = [_part(part, f"{where}.content[{place}]") for place, part in enumerate(content)]
         if role == "assistant" or (len(content) == 1 and content[0]["type"] == "text"):
             if any(part["type"] != "text" for part in content):
-                raise field_error(f"{where}.content", "a message of role 'assistant' has no images")
+                raise field_error(f"{where}.content", "a message of role 'assistant' has no images and no audio")
             content = "".join(part["text"] for part in content)
     elif not isinstance(content, str):
         raise field_error(f"{where}.content", "must be text or a list of parts")
@@ -115,7 +116,7 @@ def _part(part: Any, where: str) -> Json:
         raise field_error(where, "a part is an object with a type")
     if part["type"] == "refusal":
         return {"type": "text", "text": _string(part, "refusal", where)}
-    if part["type"] == "input_image":
+    if part["type"] in MEDIA:
         return part
     if part["type"] not in TEXTS:
         text = f"parts of type {part['type'][:40]!r} are not supported; those of type 'input_text' are"
@@ -132,8 +133,15 @@ def _call(item: Json, where: str) -> Json:
 def _output(item: Json, where: str) -> str:
     output = item.get("output")
     if isinstance(output, list):
-        return "\n".join(_part(part, f"{where}.output[{place}]")["text"] for place, part in enumerate(output))
+        return "\n".join(_text_part(part, f"{where}.output[{place}]") for place, part in enumerate(output))
     return _string(item, "output", where)
+
+
+def _text_part(part: Any, where: str) -> str:
+    made = _part(part, where)
+    if made["type"] != "text":
+        raise field_error(where, "the output of a call is text")
+    return str(made["text"])
 
 
 def _reasoning(item: Json, where: str) -> str:

@@ -16,7 +16,7 @@ from meshlm.runtime.sandbox.limits import MIB, ChildDied, Limits
 from meshlm.runtime.sandbox.sandbox import NoChild, Sandbox, SandboxFailed
 
 if TYPE_CHECKING:
-    from meshlm.frontend.speech.audio_files import Samples
+    from meshlm.runtime.audio_samples import Samples
 
 DECODED, REFUSED = b"+", b"-"  # the first byte of a child's answer
 LIBRARY_BYTES = 128 * MIB  # FFmpeg's own

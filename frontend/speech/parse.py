@@ -21,7 +21,7 @@ from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.columns import pack_i32
 
 if TYPE_CHECKING:
-    from meshlm.frontend.speech.audio_files import Samples
+    from meshlm.runtime.audio_samples import Samples
 
 MAX_PARTS = 64
 MAX_VALUE_BYTES = MIN_PROMPT_BYTES  # of a field that is no file

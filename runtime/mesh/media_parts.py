@@ -2,7 +2,8 @@
 from. Pure.
 
 OpenAI's form is `{"type": "image_url", "image_url": {"url": ...}}`, that of /v1/responses `{"type": "input_image", "image_url": ...}`;
-videos have vLLM's, `video_url`. A `uuid` beside it names the item for later requests, which may send it without a url; vLLM has that.
+videos and sounds have vLLM's, `video_url` and `audio_url`, and sounds OpenAI's `{"type": "input_audio", "input_audio": {"data": ...,
+"format": "wav"}}` as well. A `uuid` beside it names the item for later requests, which may send it without a url; vLLM has that.
 RequestError names the part. Called by frontends and by `LLM.chat`.
 """
 
@@ -28,6 +29,18 @@ URL_TYPES = {  # of parts, with the modality of each; the URL stands in a field 
     "input_audio": Modality.AUDIO,
 }
 DETAILS = (None, "auto", "low", "high", "original")  # of OpenAI's; the model's processor decides
+FORMATS = (
+    "wav",
+    "mp3",
+    "flac",
+    "ogg",
+    "opus",
+    "webm",
+    "m4a",
+    "mp4",
+    "aac",
+    "aiff",
+)  # of input_audio; what a file is, it says itself
 MAX_URL = 8192  # letters of a URL that is no data: URL
 MAX_UUID = 256
 SCHEMES = ("http://", "https://", "file://")
@@ -110,6 +123,8 @@ def check_count(sources: Sequence[MediaSource], media: MediaConfig, param: str =
 
 def source_of(part: Part) -> MediaSource:
     """Where the item of a part of URL_TYPES comes from. RequestError."""
+    if part.value["type"] == "input_audio":
+        return _of_input_audio(part)
     value, where, field = part.value, part.where, f"{part.modality}_url"
     given, detail, uuid = value.get(field), value.get("detail"), value.get("uuid")
     if isinstance(given, dict):
@@ -122,8 +137,7 @@ def source_of(part: Part) -> MediaSource:
         raise wrong(where, f"file_id is not supported; send the {part.modality}")
     if detail not in DETAILS:
         raise wrong(where, f"detail must be one of {', '.join(map(str, DETAILS[1:]))}")
-    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID):
-        raise wrong(where, f"uuid must be a text of 1 to {MAX_UUID} letters")
+    _check_uuid(uuid, where)
     if given is None and uuid is None:
         raise wrong(where, "must be a URL: data:, http: or https:")
     if given is not None and not isinstance(given, str):
@@ -132,6 +146,24 @@ def source_of(part: Part) -> MediaSource:
     if not data and not url and not uuid:
         raise wrong(where, "must be a URL: data:, http: or https:")
     return MediaSource(part.modality, where, "messages", data, url, uuid or "", part.kwargs)
+
+
+def _of_input_audio(part: Part) -> MediaSource:
+    given, uuid, where = part.value.get("input_audio"), part.value.get("uuid"), f"{part.where}.input_audio"
+    _check_uuid(uuid, where)
+    if given is None and uuid is not None:
+        return MediaSource(part.modality, where, "messages", uuid=uuid, processor_kwargs_json=part.kwargs)
+    if not (isinstance(given, dict) and isinstance(given.get("data"), str)):
+        raise wrong(where, "must be an object with data, in base64, and format")
+    if given.get("format") not in FORMATS:
+        raise wrong(f"{where}.format", f"must be one of {', '.join(FORMATS)}")
+    data = _of_base64(given["data"], f"{where}.data")
+    return MediaSource(part.modality, f"{where}.data", "messages", data, "", uuid or "", part.kwargs)
+
+
+def _check_uuid(uuid: Any, where: str) -> None:
+    if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID):
+        raise wrong(where, f"uuid must be a text of 1 to {MAX_UUID} letters")
 
 
 def _data_or_url(given: str, modality: Modality, where: str) -> tuple[bytes, str]:
@@ -152,15 +184,19 @@ def _of_data_url(given: str, modality: Modality, where: str) -> bytes:
     if mime and not mime.lower().startswith((*TYPES[modality], "application/octet-stream")):
         raise wrong(where, f"the data: URL is of type {mime[:60]!r}, which is no {modality}")
     if "base64" not in options:
-        return unquote_to_bytes(data) or _empty(where)
+        return unquote_to_bytes(data) or _empty(where, "the data: URL")
+    return _of_base64(data, where, "the data: URL")
+
+
+def _of_base64(data: str, where: str, what: str = "it") -> bytes:
     try:
-        return base64.b64decode(data, validate=True) or _empty(where)
+        return base64.b64decode(data, validate=True) or _empty(where, what)
     except (binascii.Error, ValueError):
-        raise wrong(where, "the data: URL is no valid base64") from None
+        raise wrong(where, f"{what} is no valid base64") from None
 
 
-def _empty(where: str) -> bytes:
-    raise wrong(where, "the data: URL is empty")
+def _empty(where: str, what: str) -> bytes:
+    raise wrong(where, f"{what} is empty")
 
 
 def wrong(where: str, text: str) -> RequestError:

@@ -60,7 +60,8 @@ class AsyncLLM:
         (extras,) = extras_of(lora_request, 1, self._llm._config)
         options, keep = of_tokenization(tokenization_kwargs)
         options["mm_processor_kwargs"] = self._llm.checked_kwargs(mm_processor_kwargs)
-        given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes)._replace(extras=extras)
+        given = of_generate(prompt, **options, sizes=self._llm.embeds_sizes, hears=self._llm.hears)
+        given = given._replace(extras=extras)
         (params,), ranks = self._llm._submits.checked(sampling_params, 1, [priority], keep)
         rank = -1 if data_parallel_rank is None else data_parallel_rank
         (sent,) = self._llm._submits.of(iter([given]), [params], ranks, rank)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from meshlm.protocol.edges.text import Prompt, TextPrompt, TokenPrompt
 from meshlm.protocol.extras import Extras
+from meshlm.protocol.media import Modality
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime.errors import RequestError
 from meshlm.supervisor.api import media, vectors
@@ -87,7 +88,8 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt",
-        and "multi_modal_data": {"image": Pillow's image, or a list}, in the order of the model's placeholders in the text.
+        and "multi_modal_data": {"image": Pillow's image, or a list, "audio": an array of samples, (array, rate), or a list}, in the
+        order of the model's placeholders in the text.
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
         asked = self._adapted(self._asked(prompts, tokenization_kwargs, mm_processor_kwargs), lora_request)
@@ -167,7 +169,7 @@ class LLM:
         options, keep = of_tokenization(tokenization_kwargs)
         options["mm_processor_kwargs"] = self.checked_kwargs(mm_processor_kwargs)
         items = many(prompts)
-        made = (of_generate(item, **options, sizes=self.embeds_sizes) for item in items)
+        made = (of_generate(item, **options, sizes=self.embeds_sizes, hears=self.hears) for item in items)
         return Asked(made, len(items), keep)
 
     def _conversations(
@@ -216,9 +218,9 @@ class LLM:
         """The likeliest sequences behind each prompt. `concurrency_limit`: prompts that are searched at the same time."""
         (adapter,) = extras_of(lora_request, 1, self._config)
         items = many(prompts)
-        given = [of_generate(item) for item in items]
+        given = [of_generate(item, hears=self.hears) for item in items]
         if any(one.media for one in given):
-            raise ValueError("a prompt's 'multi_modal_data': images do not go with beam search")
+            raise ValueError("a prompt's 'multi_modal_data': images and clips do not go with beam search")
         texts = [one.prompt for one in given if not isinstance(one.prompt, TokenPrompt)]
         tokenized = iter(self._background.ask(self._client.tokenize(texts)))
         asked: list[tuple[Any, dict[str, Any]]] = []
@@ -256,6 +258,12 @@ class LLM:
         """The sizes of a prompt of vectors, where it may be one."""
         takes, spec = self._config.server.enable_prompt_embeds, self._resolved.spec
         return (spec.hidden_size, spec.vocab_size) if takes else None
+
+    @property
+    def hears(self) -> bool:
+        """Whether prompts may have clips among their text."""
+        media = self._resolved.spec.media
+        return media is not None and Modality.AUDIO in media.modalities
 
     @property
     def max_model_len(self) -> int:

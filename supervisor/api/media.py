@@ -20,6 +20,7 @@ from meshlm.runtime.client.media_client import Held, MediaClient
 from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.mesh.media_parts import Part, Reading
+from meshlm.supervisor.api.clips import Clip, clip_of
 
 PILLOW = "image_pil"  # the type of a part with an image of Pillow, and its key; vLLM's
 TYPES = {**media_parts.URL_TYPES, PILLOW: Modality.IMAGE}
@@ -32,14 +33,18 @@ PATIENCE_S = 5.0  # of waiting for room while no prompt of ours has any; the med
 
 
 class MediaInput(NamedTuple):
-    """An item of a prompt: where it comes from, or an image of Pillow."""
+    """An item of a prompt: where it comes from, or an image of Pillow or a clip."""
 
     source: MediaSource
     value: Any = None
 
     def read(self) -> MediaSource:
         """The source with its data."""
-        return self.source if self.value is None else replace(self.source, data=_png(self.value, self.source.where))
+        if self.value is None:
+            return self.source
+        if isinstance(self.value, Clip):
+            return replace(self.source, data=self.value.wav())
+        return replace(self.source, data=_png(self.value, self.source.where))
 
 
 MediaInputs = tuple[MediaInput, ...]
@@ -54,17 +59,31 @@ def kwargs_json(*given: Mapping[str, Any] | None) -> bytes:
         raise ValueError(f"mm_processor_kwargs: must be values of JSON: {error}") from None
 
 
-def of_data(value: Any, kwargs: bytes) -> MediaInputs:
-    """The images of {"image": value}: one of Pillow, or a list of them. ValueError."""
+def of_data(data: Mapping[str, Any], kwargs: bytes) -> MediaInputs:
+    """The items of {"image": value, "audio": value}: one image of Pillow or one clip, or a list of them. ValueError."""
+    return tuple(
+        MediaInput(MediaSource(modality, f"{DATA}.{modality}[{index}]", DATA, processor_kwargs_json=kwargs), one)
+        for modality, read in ((Modality.IMAGE, _images), (Modality.AUDIO, _clips))
+        for index, one in enumerate(read(data[modality]) if modality in data else ())
+    )
+
+
+def _images(value: Any) -> list[Any]:
     images = list(value) if isinstance(value, list | tuple) else [value]
     for image in images:
         if not _is_image(image):
             text = f"must be an image of Pillow, or a list of them, and no {type(image).__name__}"
             raise ValueError(f"a prompt's {DATA!r}: 'image': {text}")
-    return tuple(
-        MediaInput(MediaSource(Modality.IMAGE, f"{DATA}.image[{index}]", DATA, processor_kwargs_json=kwargs), image)
-        for index, image in enumerate(images)
-    )
+    return images
+
+
+def _clips(value: Any) -> list[Clip]:
+    clips = value if isinstance(value, list) and not _are_numbers(value) else [value]
+    return [clip_of(one) for one in clips]
+
+
+def _are_numbers(value: list[Any]) -> bool:
+    return bool(value) and isinstance(value[0], int | float)
 
 
 def of_messages(

@@ -61,8 +61,10 @@ def of_generate(
     add_special_tokens: bool = True,
     sizes: Sizes | None = None,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
+    hears: bool = False,
 ) -> Given:
-    """Text, token ids, or a dict of either, or of vectors [tokens, hidden]. sizes: None where no vectors are taken."""
+    """Text, token ids, or a dict of either, or of vectors [tokens, hidden]. sizes: None where no vectors are taken. hears: clips are
+    among the prompt, as images are; else one is all that a speech-to-text model is given."""
     if not isinstance(item, Mapping):
         prompt = _prompt(item, add_special_tokens)
         return Given(prompt, prompt.text if isinstance(prompt, TextPrompt) else None)
@@ -70,8 +72,8 @@ def of_generate(
         item = _of_both(item)
     if data := item.get("multi_modal_data"):
         rest = {name: value for name, value in item.items() if name != "multi_modal_data"}
-        if isinstance(data, Mapping) and data.keys() == {"image"}:
-            return _of_images(rest, data["image"], add_special_tokens, mm_processor_kwargs)
+        if isinstance(data, Mapping) and data.keys() <= {"image", *(("audio",) if hears else ())}:
+            return _of_media(rest, data, add_special_tokens, mm_processor_kwargs)
         return _of_audio(rest, data)
     for name, value in item.items():
         if name in NOT_SUPPORTED and value is not None and not (isinstance(value, Mapping | list) and not value):
@@ -106,13 +108,15 @@ def _of_both(item: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**found, "multi_modal_data": of_encoder.get("multi_modal_data")}
 
 
-def _of_images(item: dict[str, Any], value: Any, add_special_tokens: bool, kwargs: Mapping[str, Any] | None) -> Given:
-    """A prompt in which the model's placeholders stand for images."""
+def _of_media(
+    item: dict[str, Any], data: Mapping[str, Any], add_special_tokens: bool, kwargs: Mapping[str, Any] | None
+) -> Given:
+    """A prompt in which the model's placeholders stand for images and clips."""
     kwargs_json = of_media.kwargs_json(kwargs, item.pop("mm_processor_kwargs", None))
     given = of_generate(item, add_special_tokens=add_special_tokens)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
-    return given._replace(media=of_media.of_data(value, kwargs_json))
+    return given._replace(media=of_media.of_data(data, kwargs_json))
 
 
 def _of_audio(item: Mapping[str, Any], data: Any) -> Given:

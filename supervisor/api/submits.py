@@ -14,7 +14,7 @@ from meshlm.protocol.prompt_embeds import PromptEmbeds
 from meshlm.protocol.wire.columns import ints
 from meshlm.runtime import logits_processors, tensor_files
 from meshlm.runtime.errors import RequestError
-from meshlm.runtime.mesh.media_parts import check_count
+from meshlm.runtime.mesh.media_parts import check_count, check_modality
 from meshlm.supervisor.api.client import Client, Sent, name_of
 from meshlm.supervisor.api.media import MediaInputs
 from meshlm.supervisor.api.offline_prompts import Given
@@ -113,13 +113,15 @@ class Submits:
             yield Sent(submit, RequestOutput(name, given.text, ids, outputs), given.media)
 
     def _check_media(self, media: MediaInputs) -> None:
-        """ValueError where the model sees none, or not so many."""
+        """ValueError where the model takes none of the kind, or not so many."""
         if not media:
             return
         param = media[0].source.param
-        if self._resolved.spec.media is None:
+        if (spec := self._resolved.spec.media) is None:
             raise ValueError(f"{param}: this model has no vision")
         with raised_as(ValueError, RequestError):
+            for one in media:
+                check_modality(one.source.modality, spec, one.source.where)
             check_count([one.source for one in media], self._config.media, param)
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.config.server import STORE_OFF
+from meshlm.protocol.media import Modality
+from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.model import ModelSpec
 from meshlm.supervisor.settings import flags
 from meshlm.supervisor.settings.placement import has_others
@@ -20,6 +22,7 @@ class Facts(NamedTuple):
 
     device: str
     transcribes: bool
+    media: MediaSpec | None = None
 
 
 def of_drafting_layers(config: MeshConfig, spec: ModelSpec) -> list[str]:
@@ -47,6 +50,10 @@ def _has_nodes(config: MeshConfig, facts: Facts) -> bool:
 
 def _drafts(config: MeshConfig, facts: Facts) -> bool:
     return bool(config.speculative.method or config.worker.fake_drafts)
+
+
+def _hears(_: MeshConfig, facts: Facts) -> bool:
+    return facts.transcribes or (facts.media is not None and Modality.AUDIO in facts.media.modalities)
 
 
 RULES = (
@@ -78,7 +85,8 @@ RULES = (
         "a store of responses",
     ),
     Rule(("record_requests_bytes",), lambda config, _: bool(config.server.record_requests), "--record-requests"),
-    Rule(("max_audio_bytes", "max_audio_seconds"), lambda _, facts: facts.transcribes, "models that transcribe audio"),
+    Rule(("max_audio_bytes",), lambda _, facts: facts.transcribes, "models that transcribe audio"),
+    Rule(("max_audio_seconds",), _hears, "models that transcribe audio or take it in chats"),
     Rule(
         (
             "max_loras",

@@ -88,7 +88,7 @@ def resolve(config: MeshConfig, at_most: int | None = None) -> MeshConfig:
     said += [*compilation.notes(config, platform.name), *compilation.check_sizes(config.worker, max_num_seqs, budget)]
     said += notes.of_halves(config, max_num_seqs, budget)
     said += notes.of_drafting_layers(config, files.spec)
-    said += notes.of_idle(config, notes.Facts(platform.name, files.speech is not None))
+    said += notes.of_idle(config, notes.Facts(platform.name, files.speech is not None, files.spec.media))
     for note in (*said, *files.notes, *generation.notes):
         print(f"meshlm: {note}", file=sys.stderr)
     dtype = _dtype(config, platform, files.spec.dtype, family)

@@ -19,6 +19,7 @@ from meshlm.protocol.media import Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.runtime.errors import ProcessFatal
 from meshlm.runtime.model_files.checkpoint_files import is_needless
+from meshlm.workers.media.features import features_of
 from meshlm.workers.media.tensors import MediaError
 from meshlm.workers.models.transformers.config import in_one_line, quiet
 from meshlm.workers.weights.load import default_dtype
@@ -26,15 +27,12 @@ from meshlm.workers.weights.sources import encoder_sources
 
 _TEXT_PARTS = ("language_model", "text_model")
 _OF_SOUND = re.compile(r"(model\.)?(audio_tower|embed_audio)\..*")
-_NOT_NAMED = re.compile(r"^model\.|(?<=vision_tower\.)vision_model\.|(?<=embed_vision\.)multimodal_embedder\.")
+_NOT_NAMED = re.compile(
+    r"^(?:thinker\.)?model\.|^thinker\.|(?<=vision_tower\.)vision_model\.|(?<=embed_vision\.)multimodal_embedder\."
+)
 """Files of some versions of transformers have these in the names of tensors, and others, or its modules, have not."""
 _OTHERWISE_NAMED = re.compile(r"^vision_embedder\.")
 """In files; modules have `embed_vision.`."""
-FEATURES = {
-    Modality.IMAGE: "get_image_features",
-    Modality.VIDEO: "get_video_features",
-    Modality.AUDIO: "get_audio_features",
-}
 ENCODE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What transformers' code raises for tensors that are not a processor's."""
 
@@ -49,7 +47,7 @@ class MediaEncoder:
         self.spec, self.dtype, self.device, self._seed = spec, dtype, device, seed
         self.width = spec.hidden_size * (1 + spec.deepstack)
         self.module = _made(spec, dtype, device, seed)
-        self._features = {one: getattr(self.module.model, FEATURES[one]) for one in spec.modalities}
+        self._features = {one: features_of(self.module.model, one) for one in spec.modalities}
         self._takes = {one: _taken_by(method) for one, method in self._features.items()}
         self.load(resolved)
 
@@ -101,7 +99,7 @@ class MediaEncoder:
             if isinstance(error, getattr(torch, "AcceleratorError", ())):  # the device computes nothing any more
                 raise
             raise MediaError(f"the model's encoder refuses it ({in_one_line(error)})") from None
-        parts = [_lines(out.pooler_output)]
+        parts = [_lines(out if isinstance(out, Tensor) else out.pooler_output)]
         if self.spec.deepstack:
             parts += [_lines(one) for one in out.deepstack_features]
         vectors = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -131,18 +129,17 @@ def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
 
 
 def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """The model without its parts for text and sound, its weights by chance. ProcessFatal."""
+    """The model without its parts for text and for what it does not take here, its weights by chance. ProcessFatal."""
+    import transformers
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     quiet()
     values = json.loads(spec.config)
     if "audio_config" in values and Modality.AUDIO not in spec.modalities:
         values["audio_config"] = None
     try:
-        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-        kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+        kind = getattr(transformers, spec.architecture)
+        config = kind.config_class.from_dict(values)
         with torch.device("meta"), default_dtype(dtype):
             module = kind._from_config(config, attn_implementation="sdpa", dtype=dtype)
     except (*ENCODE_ERRORS, StrictDataclassError) as error:

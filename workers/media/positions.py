@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import MediaItem, Modality
 from meshlm.workers.rows.changes import I64
 
 
@@ -31,6 +31,8 @@ def rope_shift(items: Iterable[MediaItem]) -> RopeShift:
     """Of a prompt with these items, in its order. ValueError where a grid is not that of an item's vectors."""
     parts, end, behind = [], 0, 0  # behind: what the next token's position is more than its place
     for item in items:
+        if item.modality is Modality.AUDIO:  # one vector behind another, as text
+            continue
         parts.append(np.full((3, item.position - end), behind, np.int64))
         own = _positions(item)
         place = np.arange(item.num_tokens)

@@ -26,7 +26,7 @@ from meshlm.architectures.family import Weight
 from meshlm.architectures.packed_quantization import stem_of
 from meshlm.architectures.quantization import scheme_of
 from meshlm.architectures.registry import family_of, weights_of
-from meshlm.architectures.text_part import text_tensor
+from meshlm.architectures.text_part import is_spoken, text_tensor
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.model import ModelSpec, QuantizationScheme
 from meshlm.runtime.errors import ModelFilesError, ProcessFatal
@@ -141,7 +141,7 @@ def _places(file: RemotePath) -> tuple[int, dict[str, tuple[str, tuple[int, ...]
 def encoder_sources(resolved: Resolved, device: torch.device) -> Iterator[tuple[str, Source]]:
     """The tensors of the parts for images and sound, by the names in the files. ProcessFatal."""
     found = _sources(weights_of_model(resolved), resolved.load_format, resolved.spec, device, 0)
-    return ((name, source) for name, source in found if text_tensor(name) is None)
+    return ((name, source) for name, source in found if text_tensor(name) is None and not is_spoken(name))
 
 
 DUMMY_STD = 0.02

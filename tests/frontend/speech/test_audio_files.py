@@ -64,6 +64,20 @@ def wav(data: bytes, rate: int, channels: int, bits: int = 16, kind: int = 1) ->
     return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
+@pytest.mark.parametrize("channels", [3, 6, 7, 8])
+def test_files_of_many_channels_are_heard(channels: int) -> None:
+    """Eight once ended the process."""
+    samples = np.zeros((8_000, channels), "<i2")
+    samples[:, -1] = (tone(0.5) * 32767).astype("<i2")
+    found = audio_files.decode(wav(samples.tobytes(), 16_000, channels), 600)
+    assert abs(np.abs(found).max() - 0.5 / channels) < 0.001
+
+
+@pytest.mark.parametrize("channels", [9, 64])
+def test_files_of_more_channels_are_refused_by_name(channels: int) -> None:
+    assert f"{channels} channels; at most 8" in refused(wav(bytes(2 * channels * 100), 16_000, channels))
+
+
 def test_samples_stay_as_they_are_however_loud() -> None:
     samples = np.array([0.5, -7.0, 7.0] * 100, "<f4")
     assert audio_files.decode(wav(samples.tobytes(), 16_000, 1, 32, 3), 600).tolist() == samples.tolist()

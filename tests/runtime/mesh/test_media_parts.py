@@ -23,7 +23,7 @@ def message(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
 
-@pytest.mark.parametrize("kind", URL_TYPES)
+@pytest.mark.parametrize("kind", [kind for kind in URL_TYPES if kind != "input_audio"])
 def test_a_part_is_of_its_modality(kind: str) -> None:
     modality = URL_TYPES[kind]
     given = message({"type": "text", "text": "a"}, {"type": kind, f"{modality}_url": {"url": "http://a.example/b"}})
@@ -59,3 +59,39 @@ def test_each_modality_has_a_limit_of_its_own() -> None:
         check_count(sources, MediaConfig(limit_mm_per_prompt="video=0"))
     with pytest.raises(RequestError, match="2 parts with an image; at most 1"):
         check_count(sources, MediaConfig(limit_mm_per_prompt='{"image": {"count": 1}}'))
+
+
+def clip(**changes: Any) -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"} | changes}
+
+
+def test_a_clip_in_openais_form() -> None:
+    shown, (source, named) = of_messages(
+        message(clip(), {"type": "input_audio", "input_audio": None, "uuid": "a"}), Reading(spec(Modality.AUDIO))
+    )
+    assert shown == message(part_of(Modality.AUDIO), part_of(Modality.AUDIO))
+    assert (source.modality, source.data, source.where) == (
+        Modality.AUDIO,
+        b"RIFF",
+        "messages[0].content[0].input_audio.data",
+    )
+    assert (named.data, named.url, named.uuid) == (b"", "", "a")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (clip(data="%"), r"content\[0\].input_audio.data: it is no valid base64"),
+        (clip(data=""), r"input_audio.data: it is empty"),
+        (clip(data=3), r"input_audio: must be an object with data, in base64, and format"),
+        (clip(format="pcm16"), r"input_audio.format: must be one of wav, mp3"),
+        (clip(format=None), r"input_audio.format: must be one of wav, mp3"),
+        ({"type": "input_audio"}, r"input_audio: must be an object"),
+        ({"type": "input_audio", "input_audio": "x"}, r"input_audio: must be an object"),
+        (clip() | {"uuid": ""}, r"input_audio: uuid must be a text"),
+        ({"type": "audio_url", "audio_url": {"url": "data:video/mp4;base64,AA=="}}, "'video/mp4', which is no audio"),
+    ],
+)
+def test_clips_that_are_none(part: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        of_messages(message(part), Reading(spec(Modality.AUDIO)))

@@ -78,7 +78,7 @@ def test_a_chat_has_images_in_the_order_of_its_parts() -> None:
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK", "HSV", "F"])
 def test_pillows_images_keep_their_pixels(mode: str) -> None:
     image = picture(5, mode="L").convert("I").convert("I;16") if mode == "I;16" else picture(5, mode=mode)
-    (made,) = media.of_data(image, b"")
+    (made,) = media.of_data({"image": image}, b"")
     found = Image.open(io.BytesIO(made.read().data))
     expected = image if mode in media.AS_PNG else image.convert("RGB")
     assert (found.mode, found.size) == (expected.mode, expected.size)
@@ -89,7 +89,7 @@ def test_a_photograph_that_lies_on_its_side_is_taken_as_it_is() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     image = Image.open(io.BytesIO(file_of(picture(), "JPEG", exif=exif.tobytes())))
-    found = Image.open(io.BytesIO(media.of_data(image, b"")[0].read().data))
+    found = Image.open(io.BytesIO(media.of_data({"image": image}, b"")[0].read().data))
     assert found.getexif().get(0x0112) is None
     assert found.tobytes() == image.tobytes()
 
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_its_own_error() -> None:
     whole = file_of(picture(6, (400, 300)))
     image = Image.open(io.BytesIO(whole[: len(whole) // 2]))
     with pytest.raises(RequestError, match=r"^multi_modal_data.image\[0\]: cannot be read: ") as error:
-        media.of_data(image, b"")[0].read()
+        media.of_data({"image": image}, b"")[0].read()
     assert error.value.param == "multi_modal_data"
 
 
@@ -121,7 +121,7 @@ class Answers:
 
 
 def read(answers: Answers, others_run: bool) -> Any:
-    return asyncio.run(answers.media_reader.read(media.of_data(picture(), b""), lambda: others_run))
+    return asyncio.run(answers.media_reader.read(media.of_data({"image": picture()}, b""), lambda: others_run))
 
 
 def test_what_finds_no_room_waits_while_others_may_make_some(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """An engine with a small model, stepped as a scheduler would, on any device; and transformers' own logits for it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.edges.step import NewRow, StepPlan
+from meshlm.protocol.media import Media
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.protocol.wire.ids import Row, StepId
@@ -75,10 +77,10 @@ class Driver:
         prompts: list[list[int]],
         params: SamplingParams,
         tasks: dict[int, Pool] | None = None,
-        audio: list[Audio] | None = None,
+        audio: Sequence[Audio | Media] | None = None,
         adapters: dict[int, Adapter] | None = None,
     ) -> None:
-        """tasks: of the rows that want a vector instead of tokens. audio: of all rows, for a speech-to-text model. adapters: of the
+        """tasks: of the rows that want a vector instead of tokens. audio: of all rows. adapters: of the
         rows that have one."""
         self._sounds, self._adapters = audio, adapters or {}
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}

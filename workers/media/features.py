@@ -1,0 +1,43 @@
+"""What makes vectors of a modality in transformers' models: a method of their own, or the same steps as in their forward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlm.protocol.media import Modality
+
+Features = Callable[..., Any]
+"""Gives the vectors themselves, or an output that has them as `pooler_output`."""
+
+
+def features_of(model: Any, modality: Modality) -> Features:
+    """model: the one without a head. AttributeError where it takes nothing of the modality."""
+    if modality is Modality.AUDIO and model.config.model_type == "qwen2_audio":
+        return _of_qwen2_audio(model)
+    found: Features = getattr(model, f"get_{modality}_features")
+    return found
+
+
+def _of_qwen2_audio(model: Any) -> Features:
+    def get_audio_features(input_features: Tensor, feature_attention_mask: Tensor, **options: Any) -> Tensor:
+        """The vectors of clips [n, mel bins, frames], each padded behind its own frames, which the mask [n, frames] tells."""
+        from transformers.masking_utils import create_bidirectional_mask
+
+        tower = model.audio_tower
+        seen, given = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+        positions = (input_features.shape[-1] - 2) // 2 + 1
+        empty = input_features.new_zeros(len(input_features), positions, 1)
+        mask = create_bidirectional_mask(
+            config=tower.config, inputs_embeds=empty, attention_mask=_first(seen, positions).long()
+        )
+        vectors: Tensor = model.multi_modal_projector(tower(input_features, attention_mask=mask).last_hidden_state)
+        return vectors[_first(given, vectors.shape[1])]
+
+    return get_audio_features
+
+
+def _first(lengths: Tensor, positions: int) -> Tensor:
+    """bool [n, positions]: true for the first `lengths` of each."""
+    return torch.arange(positions, device=lengths.device) < lengths[:, None]
