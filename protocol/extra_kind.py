@@ -1,11 +1,21 @@
 """What each kind of extra says of itself, so that the processes on its way treat all kinds alike. The kinds are listed in extras.py."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from msgspec import Struct
 
 Span = tuple[int, int]  # the position of a first token, and how many there are
+
+
+class EncoderInput(NamedTuple):
+    """What an encoder makes vectors of, which take the places of tokens: all of them in the step that computes the first."""
+
+    position: int  # of the first token that stands for it: a step may end before it
+    first: int  # the position of the first vector ...
+    end: int  # ... and behind the last
+    num_vectors: int
+    digest: bytes
 
 
 class ExtraKind(Struct, frozen=True):
@@ -22,6 +32,11 @@ class ExtraKind(Struct, frozen=True):
     @property
     def uncut(self) -> Sequence[Span]:
         """The runs of tokens that are computed in one step each, since they attend to one another."""
+        return ()
+
+    @property
+    def encoder_inputs(self) -> Sequence[EncoderInput]:
+        """What an encoder computes for it beside the model's steps, in the order of the prompt."""
         return ()
 
     @property

@@ -11,7 +11,7 @@ from typing import TypeVar
 from meshlm.protocol.adapters import Adapter
 from meshlm.protocol.audio import Audio
 from meshlm.protocol.drafting import Drafting
-from meshlm.protocol.extra_kind import ExtraKind, Span
+from meshlm.protocol.extra_kind import EncoderInput, ExtraKind, Span
 from meshlm.protocol.grammar import Grammar
 from meshlm.protocol.kv_transfer import KVTransfer
 from meshlm.protocol.media import Media
@@ -65,6 +65,11 @@ def num_bytes(extras: Iterable[ExtraKind]) -> int:
 def uncut_spans(extras: Iterable[ExtraKind]) -> list[Span]:
     """The runs of tokens that are computed in one step each, in order."""
     return sorted(span for extra in extras for span in extra.uncut)
+
+
+def encoder_inputs(extras: Iterable[ExtraKind]) -> list[EncoderInput]:
+    """What encoders compute for a request, in the order of its prompt."""
+    return sorted(one for extra in extras for one in extra.encoder_inputs)
 
 
 def with_keys(extras: Extras) -> Extras:

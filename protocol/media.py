@@ -12,12 +12,13 @@ from typing import Literal, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from meshlm.protocol.extra_kind import ExtraKind, Span
+from meshlm.protocol.extra_kind import EncoderInput, ExtraKind, Span
 from meshlm.protocol.wire.parts import joined
 
 MediaDType = Literal["uint8", "int32", "int64", "float32", "bool"]
 ITEM_BYTES: dict[MediaDType, int] = {"uint8": 1, "int32": 4, "int64": 8, "float32": 4, "bool": 1}
 DIGEST_BYTES = 32  # sha256
+CACHED_STEPS = 4  # an encoder keeps the vectors of so many full steps
 
 
 class Modality(StrEnum):
@@ -67,6 +68,13 @@ class MediaItem(Struct, frozen=True):
     def span(self) -> Span:
         return self.position, self.num_tokens
 
+    @property
+    def encoder_input(self) -> EncoderInput:
+        first, last = self.is_vector.find(1), self.is_vector.rfind(1)
+        return EncoderInput(
+            self.position, self.position + first, self.position + last + 1, self.num_vectors, self.digest
+        )
+
 
 class Media(ExtraKind, frozen=True, tag="media"):
     """All items of a prompt, in its order."""
@@ -85,6 +93,10 @@ class Media(ExtraKind, frozen=True, tag="media"):
     @property
     def uncut(self) -> Sequence[Span]:
         return tuple(item.span for item in self.items if item.is_uncut)
+
+    @property
+    def encoder_inputs(self) -> Sequence[EncoderInput]:
+        return [item.encoder_input for item in self.items if item.num_vectors]
 
     def within(self, begin: int, end: int) -> Iterator[tuple[MediaItem, int, int]]:
         """The items that have tokens from `begin` to `end`, each with its first and last such token, the latter exclusive."""

@@ -17,6 +17,7 @@ from math import isfinite
 from meshlm.protocol.counts import SCHEDULER
 from meshlm.protocol.edges.step import HASH_BYTES, NewRow, StepPlan, WorkerReady
 from meshlm.protocol.kv import step_tokens
+from meshlm.protocol.media import CACHED_STEPS
 from meshlm.protocol.wire.columns import ints, pack_i32
 from meshlm.protocol.wire.ids import Row, StepId
 from meshlm.runtime.process.counts import Counts
@@ -25,6 +26,7 @@ from meshlm.scheduler_proc import batching_counts, sizes
 from meshlm.scheduler_proc.adapter_slots import AdapterSlots
 from meshlm.scheduler_proc.budget import StepBudget
 from meshlm.scheduler_proc.drafts import group_of, make_budget, plan_drafts
+from meshlm.scheduler_proc.encoder_budget import EncoderBudget
 from meshlm.scheduler_proc.extras import end_between
 from meshlm.scheduler_proc.kv.cache import KVCache
 from meshlm.scheduler_proc.kv.events import CacheEvents
@@ -63,6 +65,7 @@ class Batching:
         if limits.kv_events:
             self.kv.pool.events = CacheEvents() if before is None else before.kv.pool.events
         self.budget = StepBudget(most, even=limits.even_prefill, max_itl_s=limits.max_itl_s, wave=facts.attention_wave)
+        self.encoder = EncoderBudget(limits.max_num_encoder_input_tokens or most, CACHED_STEPS * most)
         self.waiting: list[Request] = []  # both lists sorted by _key
         self.running: list[Request] = []
         self.now_ns = 0  # of the plan that is being made
@@ -96,7 +99,7 @@ class Batching:
             self._give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        self._token_bytes -= self._bytes_of_step(request)
+        self._token_bytes -= sizes.step_bytes(request, self.facts)
         self._slots.leave(request)
         self.kv.free(request)
         request.num_computed = 0
@@ -142,6 +145,7 @@ class Batching:
         """The next step, or None when nothing can be computed now and no other rank needs it. is_idle: no request is in flight."""
         builder = PlanBuilder(self._removed_rows, now_ns, self.limits.num_stages > 1, self.kv.num_groups)
         self.now_ns = now_ns
+        self.encoder.begin_plan()
         if self.kv.pool.residency is not None:
             self.kv.pool.residency.now_ns = now_ns
         if not (self._rank.rests or self._plan_trial(builder, is_idle=is_idle)):
@@ -154,12 +158,15 @@ class Batching:
             if prompts or self.waiting:
                 context = prompts[0].num_computed if prompts else 0
                 left = self.budget.prefill_limit(builder.num_tokens, self._outstanding(prompts), context)
+                if builder.num_tokens:
+                    self.encoder.limit(left)
                 left = self._plan_prompts(builder, prompts, left)
                 if self.num_preemptions == before:
                     self._plan_waiting(builder, left)
         if not (len(builder) or may_be_empty):
             return None
         self._removed_rows = []
+        builder.num_encoded = self.encoder.num_encoded
         return builder.finish(session, step, self.kv.take_changes())
 
     def _plan_trial(self, builder: PlanBuilder, *, is_idle: bool) -> bool:
@@ -228,6 +235,7 @@ class Batching:
             count = self._cut(builder, request, request.num_computed, virtual - request.num_computed, left)
             if count <= 0 and request.uncut:
                 return 0  # a run of its tokens waits until fewer decode: nobody begins before it
+            count = self.encoder.room(request, request.num_computed, count, chunked=self.limits.chunked_prefill)
             if count <= 0 or request.state is not RequestState.RUNNING:
                 continue
             needed = request.num_computed + count
@@ -261,6 +269,7 @@ class Batching:
     def _advance(self, builder: PlanBuilder, request: Request, count: int, virtual: int) -> None:
         samples = request.num_computed + count == virtual and request.generates
         builder.add(request, count, samples)
+        self.encoder.take(request, request.num_computed, count)
         request.num_computed += count
         if samples:
             request.num_output_placeholders += 1
@@ -283,13 +292,15 @@ class Batching:
                 or (self._rank.drains and not request.has_begun)
                 or request.is_suspect(self.limits.max_crashes)
                 or self._slots.passed(request, self.now_ns)
+                or self.encoder.passed(request)
             ):
                 at += 1
                 continue
             with hold(request.work.request_id):
                 count = self._begin(builder, request, at, left)
-            if not count:
+            if not count and not self.encoder.passed(request):
                 return
+            at += not count
             left -= count
 
     def _begin(self, builder: PlanBuilder, request: Request, at: int, left: int) -> int:
@@ -316,18 +327,13 @@ class Batching:
         if count > left and not self.limits.chunked_prefill and builder.num_tokens:
             return 0
         count = self._cut(builder, request, num_cached, count, left)
+        count = self.encoder.room(request, num_cached, count, chunked=self.limits.chunked_prefill)
         return count if self._message_room(builder, request) else 0
-
-    def _bytes_of_step(self, request: Request) -> int:
-        """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
-        if not request.generates:
-            return self.facts.pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
-        return sizes.logprob_bytes(request.work.sampling) * (1 + self.max_drafts)
 
     def _message_room(self, builder: PlanBuilder, request: Request) -> bool:
         """Whether the step's messages stay short enough with it; the first one always may start. Where nearly all of many prompts is
         cached, this and not the tokens to compute bounds what a step starts."""
-        token_bytes = self._token_bytes + self._bytes_of_step(request)
+        token_bytes = self._token_bytes + sizes.step_bytes(request, self.facts)
         if self.running and token_bytes > sizes.MAX_STEP_BYTES and token_bytes > self._token_bytes:
             return False
         return not builder.new_rows or builder.new_row_bytes + sizes.new_row_bytes(request) <= sizes.MAX_START_BYTES
@@ -353,7 +359,7 @@ class Batching:
             self.cache_hits += max(0, request.num_computed - request.num_loaded)
             batching_counts.count_misses(self.counts, self.kv, request)
         request.move(RequestState.RUNNING)
-        self._token_bytes += self._bytes_of_step(request)
+        self._token_bytes += sizes.step_bytes(request, self.facts)
         self._slots.take(request)
         builder.new_row_bytes += sizes.new_row_bytes(request)
         work, tokens, blocks = request.work, request.tokens.tobytes(), pack_i32(request.blocks)
@@ -372,16 +378,10 @@ class Batching:
             self.kv.pool.restore(ints(kept), [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)])
         self.kv.pool.tell_inherited()
 
-    def outstanding_prefill(self) -> int:
-        """Prompt tokens that are not computed yet."""
-        waiting = sum(len(request.tokens) for request in self.waiting)
-        return waiting + sum(
-            max(0, len(r.tokens) - r.num_computed) for r in self.running if r.num_computed < r.num_prompt
-        )
-
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.kv.check(self.running)
+        self.encoder.check()
         self._slots.check(self.running)
         rows = [request.row for request in self.running]
         assert len(set(rows)) == len(rows), "two requests share a row"
@@ -391,7 +391,7 @@ class Batching:
             num_tokens = len(request.tokens) + request.num_output_placeholders
             assert request.num_computed <= num_tokens, "computed what does not exist"
             assert request.capacity >= request.num_computed, "tokens without a block"
-        assert self._token_bytes == sum(self._bytes_of_step(request) for request in self.running)
+        assert self._token_bytes == sum(sizes.step_bytes(request, self.facts) for request in self.running)
         for request in self.waiting:
             assert request.state in (RequestState.WAITING, RequestState.PREEMPTED)
             assert not request.blocks

@@ -23,6 +23,13 @@ def planned(counts: Counts, duration_ns: int) -> None:
     counts.histograms["step_schedule_time_seconds"].observe(duration_ns / 1e9)
 
 
+def outstanding_prefill(running: list[Request], waiting: list[Request]) -> int:
+    """Prompt tokens that are not computed yet."""
+    begun = (request for request in running if request.num_computed < request.num_prompt)
+    left = sum(max(0, len(request.tokens) - request.num_computed) for request in begun)
+    return left + sum(len(request.tokens) for request in waiting)
+
+
 def gauge(counts: Counts, kv: KVCache, running: list[Request], waiting: list[Request]) -> None:
     gauges = counts.gauges
     deferred = sum(1 for r in waiting if r.waits in (Wait.EXTRAS, Wait.KV))

@@ -355,6 +355,7 @@ class Scheduler:
                     return self.operations.answer(operation, f"{len(self.batching.running)} requests run")
             case CallWorkers():  # the weights may be others from now on
                 self.batching.kv.reset_prefix_cache(self.batching.running)
+                self.batching.encoder.clear()
             case Pause() | AbortRunning() as action:
                 if isinstance(action, Pause):
                     self._rank.move_planning(Planning.DRAINING if action.wait else Planning.PAUSED)

@@ -38,6 +38,7 @@ def limits_of(config: MeshConfig, index: int) -> Limits:
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
+        max_num_encoder_input_tokens=config.scheduler.max_num_encoder_input_tokens or 0,
         async_depth=config.scheduler.async_depth,
         chunked_prefill=config.scheduler.enable_chunked_prefill and not one_step,
         even_prefill=config.scheduler.prefill_pace == "even",

@@ -13,6 +13,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_encoder_input_tokens: int = (
+        0  # vectors that a step encodes, if of more than one item; 0: as many as it has tokens
+    )
     async_depth: int = 2
     chunked_prefill: bool = True
     even_prefill: bool = True

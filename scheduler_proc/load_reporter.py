@@ -11,6 +11,7 @@ from meshlm.protocol.sleeping import AWAKE
 from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Incarnation, RequestId
 from meshlm.scheduler_proc.batching import Batching
+from meshlm.scheduler_proc.batching_counts import outstanding_prefill
 from meshlm.scheduler_proc.states import RankState
 
 
@@ -75,7 +76,7 @@ class LoadReporter:
             num_waiting=counts[1],
             num_blocks=batching.kv.num_blocks,
             num_free_blocks=batching.kv.free_blocks,
-            outstanding_prefill_tokens=batching.outstanding_prefill(),
+            outstanding_prefill_tokens=outstanding_prefill(batching.running, batching.waiting),
             ended=tuple(self.ended),
             steps=num_steps,
             prefix_cache_queries=batching.cache_queries,

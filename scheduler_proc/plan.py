@@ -23,6 +23,7 @@ class Inflight:
     firsts: tuple[int, ...]  # places of the requests that are computed from their first token on
     num_drafts: "array[int]"  # by batch_index; empty when none has any
     num_pairs: float  # of prompt tokens and the tokens before them that each attends to
+    num_encoded: int = 0  # vectors that encoders make in it
     goes_on: bool = False  # requests were running when it was planned: the device need not have waited for work
 
 
@@ -36,6 +37,7 @@ class PlanBuilder:
         self.block_rows, self.block_ids = array("i"), array("i")
         self.num_tokens = 0
         self.num_pairs = 0.0
+        self.num_encoded = 0
         self.new_row_bytes = self.prompt_bytes = 0  # of new_rows; of the prompts' log-probabilities in the result
         self.decodes: list[Request] = []  # one token each, and sampling: filled by the planning loop itself
         self.decode_starts: list[int] = []
@@ -114,5 +116,13 @@ class PlanBuilder:
             batch_index for batch_index, start in enumerate(self._rest_starts, len(self.decodes)) if start == 0
         )
         num_decode_tokens = len(self.decodes) + sum(num_drafts)
-        counted = (self.num_tokens, num_decode_tokens, self.now_ns, firsts, num_drafts, self.num_pairs)
+        counted = (
+            self.num_tokens,
+            num_decode_tokens,
+            self.now_ns,
+            firsts,
+            num_drafts,
+            self.num_pairs,
+            self.num_encoded,
+        )
         return plan, Inflight(step, batch, plan.samples, *counted)

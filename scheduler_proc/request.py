@@ -14,8 +14,8 @@ from itertools import chain
 
 from meshlm.protocol.edges.admit import EngineRequest
 from meshlm.protocol.edges.token import LogprobColumns
-from meshlm.protocol.extra_kind import Span
-from meshlm.protocol.extras import Extra, generates, max_drafts, slot_key, uncut_spans, with_keys
+from meshlm.protocol.extra_kind import EncoderInput, Span
+from meshlm.protocol.extras import Extra, encoder_inputs, generates, max_drafts, slot_key, uncut_spans, with_keys
 from meshlm.protocol.sampling import RepetitionDetection
 from meshlm.protocol.wire.ids import BlockId, Handle, Identity, Incarnation, Row
 from meshlm.runtime.process.events import check_transition
@@ -53,9 +53,10 @@ class Request:
     num_given: int = field(init=False)  # tokens when it came here
     num_prompt: int = field(init=False)
     max_len: int = field(init=False)
-    generates: bool = True  # as its extras say, like the next four
+    generates: bool = True  # as its extras say, like the next five
     max_drafts: int | None = None  # drafted tokens that a step may verify, at most; None: any number
     uncut: Sequence[Span] = ()
+    encoder_inputs: Sequence[EncoderInput] = ()
     slot_key: bytes = b""
     extra_keys: hashes.ExtraKeys = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
@@ -101,6 +102,7 @@ class Request:
         if extras := work.extras:
             self.generates, self.uncut = generates(extras), uncut_spans(extras)
             self.max_drafts, self.slot_key = max_drafts(extras), slot_key(extras)
+            self.encoder_inputs = encoder_inputs(extras)
         self.extra_keys = hashes.ExtraKeys(work.cache_salt, with_keys(extras) if extras else ())
         self.max_len = min(self.num_prompt + (params.max_tokens if self.generates else 0), max_model_len)
         self.stop_ids = _stop_ids(params.stop_token_ids, params.eos_token_ids)

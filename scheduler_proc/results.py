@@ -197,7 +197,7 @@ class Results:
         duration_ns = result.gpu_ns or result.done_ns - begun
         load = self._table.load
         self._table.batching.budget.learn(
-            record.num_tokens, record.num_decode_tokens, duration_ns / 1e9, record.num_pairs
+            record.num_tokens + record.num_encoded, record.num_decode_tokens, duration_ns / 1e9, record.num_pairs
         )
         num_drafts = sum(record.num_drafts)
         if (drafts := self._table.batching.drafts) is not None and record.num_tokens == record.num_decode_tokens:

@@ -3,6 +3,7 @@
 Only what a request asks for can be large: lists of token ids, and log-probabilities of many tokens. Called by batching.py and core.py.
 """
 
+from meshlm.protocol.edges.step import WorkerReady
 from meshlm.protocol.extras import num_bytes
 from meshlm.protocol.sampling import SamplingParams
 from meshlm.scheduler_proc.request import Request
@@ -24,6 +25,13 @@ def new_row_bytes(request: Request) -> int:
 def logprob_bytes(params: SamplingParams) -> int:
     """The bytes of the log-probabilities of one sampled token."""
     return POSITION_BYTES + TOP_BYTES * params.logprobs if params.logprobs >= 0 else 0
+
+
+def step_bytes(request: Request, facts: WorkerReady) -> int:
+    """The bytes of its tokens' log-probabilities in one step, at most, or of its vector."""
+    if not request.generates:
+        return facts.pooled_bytes * sum(extra.num_vectors(request.num_prompt) for extra in request.work.extras)
+    return logprob_bytes(request.work.sampling) * (1 + facts.max_drafts)
 
 
 def prompt_logprob_bytes(params: SamplingParams) -> int:

@@ -72,6 +72,18 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="token budget of one step (GPU 8192, CPU 1024)", extra={"count": True})]
         | None
     ) = None
+    max_num_encoder_input_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="vectors that encoders of images make in one step, if of more than one image; beside streams no more than "
+                "the step has room for prompt tokens; default: --max-num-batched-tokens",
+                extra={"count": True},
+            ),
+        ]
+        | None
+    ) = None
     scheduling_policy: Annotated[Literal["fcfs", "priority"], Meta(description="order of the waiting queue")] = "fcfs"
     max_waiting: Annotated[
         int, Meta(ge=1, description="queued requests beyond which new ones get 503", extra=PER_NODE)

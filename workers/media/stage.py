@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.media import MediaItem
+from meshlm.protocol.media import CACHED_STEPS, MediaItem
 from meshlm.workers.media.encoder import MediaEncoder
 from meshlm.workers.media.tensors import MediaError, read_tensors, same_shape
 from meshlm.workers.media.vectors import VectorCache
 
 if TYPE_CHECKING:
     from meshlm.workers.engine.engine import ModelEngine
-
-CACHED_STEPS = 4  # vectors of so many full steps are kept
 
 
 class EncoderStage:
