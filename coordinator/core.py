@@ -13,6 +13,7 @@ from meshlm.coordinator.joint import JointGroup
 from meshlm.coordinator.ledger import Rank
 from meshlm.coordinator.moves import Moves
 from meshlm.coordinator.operations import Operations
+from meshlm.coordinator.patience import Patience
 from meshlm.coordinator.resting import Resting
 from meshlm.coordinator.rolling import Turns
 from meshlm.coordinator.routing import Choice, Policy, Router
@@ -65,10 +66,10 @@ class Coordinator:
         self.sleeping: dict[Identity, Sleeping] = {}  # the ranks' workers, also while their schedulers are not there
         self.sleep_mode = sleep_mode
         self.turns = Turns(self.router, self.moving, self.held, num_ranks)
-        self.weights = Weights(
-            weights or Manifest(WeightsVersion()), self._ask_for_weights, self.turns, self._no_turns, received
-        )
+        manifest = weights or Manifest(WeightsVersion())
+        self.weights = Weights(manifest, self._ask_for_weights, self.turns, self._no_turns, received)
         self.frontends = Frontends(self.members, self.router, self.held, self.sleeping, self.weights, first_rank)
+        self.patience = Patience(self.weights, self.frontends, self._ask)
         self.operations = Operations()
         self.lockstep = lockstep
         self.resting = None if lockstep is None else Resting(lockstep, self._ask_ranks)
@@ -110,6 +111,7 @@ class Coordinator:
                     *self.operations.expire(self.ranks, self.num_ranks, now),
                     *(replies.late_pauses(self.ranks.values()) if self.frontends.paused else ()),
                     *self.weights.catch_up(self.ranks, now),
+                    *self.patience.look(now),
                     *(self.lockstep.tick() if self.lockstep is not None else ()),
                     *self.frontends.tick(),
                 ]
@@ -144,10 +146,9 @@ class Coordinator:
                 rank = self.ranks.get(event.sender)
                 here = rank is not None and rank.incarnation == event.incarnation
                 return self.lockstep.reported(event.sender, report) if here else []
-            case Operation(action=action) as operation if isinstance(action, OfCoordinator):
-                return self.weights.asked(event.sender, operation, now)
             case Operation() as operation:
-                return self._ask(event.sender, operation, now)
+                self.patience.heard(operation.action, now)
+                return self._ask(event.sender, self.weights.joining(operation), now)
             case OperationDone() as done:
                 return self.operations.answered(event.sender, done)
             case control.ChangeSettings(values=values):
@@ -164,6 +165,8 @@ class Coordinator:
             self.router.set_roles(counts_of(text)["prefill"])
 
     def _ask(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
+        if isinstance(operation.action, OfCoordinator):
+            return self.weights.asked(asker, operation, now)
         if why := self.weights.not_now(operation.action, self.ranks.values()):
             return [Send(asker, OperationDone(operation.id, why))]
         if self.resting is not None and self.resting.takes(operation.action):
@@ -320,9 +323,8 @@ class Coordinator:
             self.router.drop(self.ranks[before], work.request_id)
             others: Iterable[Identity] = (before,)
         else:
-            others = (
-                self.ranks if work.attempt and not nowhere else ()
-            )  # an earlier incarnation of ours may have routed it
+            # an earlier incarnation of ours may have routed it
+            others = self.ranks if work.attempt and not nowhere else ()
         abort = edge.AbortRequests((work.request_id,))
         return [Send(other, abort) for other in others if other != rank.identity]
 
@@ -343,9 +345,8 @@ class Coordinator:
             return []
         first, could = rank.load is None, rank.serving
         effects = self.moving.returned(rank, load.returned, self.owner, self.members, now)
-        if self.moving:
-            for started in load.started:
-                self.moving.end(started.request_id)  # asked for too late
+        for started in load.started if self.moving else ():
+            self.moving.end(started.request_id)  # asked for too late
         for request_id in load.ended:
             self.moving.end(request_id)
             if self.owner.get(request_id) == sender:
@@ -372,8 +373,7 @@ class Coordinator:
         """Other ranks serve than before: requests that may go there are sent, in the order of arrival."""
         effects: list[Send] = []
         for request_id, held in list(self.held.items()):
-            choice = self._choose(held.admit)
-            if choice is not None:
+            if (choice := self._choose(held.admit)) is not None:
                 del self.held[request_id]
                 effects += self._dispatch(choice, held.sender, held.incarnation, held.admit)
         return effects

@@ -50,6 +50,8 @@ class CoordinatorApp(App):
             config.adapters.num_kept,
             str(received.folder_of(run_dir)) if config.worker.receives_weights else "",
         )
+        self._core.patience.limit_s = config.worker.trainer_timeout
+        self._core.patience.all_pauses = bool(config.worker.weight_transfer)
         self._tick()
         return {}
 
@@ -60,7 +62,10 @@ class CoordinatorApp(App):
 
     def _do(self, event: Event) -> None:
         assert self._core is not None
+        before = len(self._core.patience.given_up)
         effects = self._core.handle(event, asyncio.get_running_loop().time())
+        for text in self._core.patience.given_up[before:]:
+            self._mesh.log.warning("the mesh goes on with the weights that it has", reason=text)
         if self._core.weights.manifest != self._manifest:  # before any rank is told: whoever dies comes back with it
             self._manifest = self._core.weights.manifest
             manifest.write(Path(self._mesh.config.run.run_dir), self._manifest)

@@ -35,6 +35,7 @@ from meshlm.runtime.process.events import Send
 
 ASK_AGAIN_S = 30.0  # a rank of another version, which has not followed
 RETRY_S = 5.0  # a rank whose turn it is, and that was lost with the question
+IN_TURN = ops.StageWeights | ops.StageTensors | ops.FinishUpdate
 BEGIN_FIRST = "no weight update was begun: POST /start_weight_update comes first"
 
 
@@ -77,6 +78,8 @@ class Weights:
         self._start = current.source
         self._highest = current.number
         self._trainer: _Trainer | None = None
+        self._given_up = ""  # why the last trainer's turn is over, which it does not know
+        self._joining: OperationId | None = None  # of a trainer, while another one has its turn
         self._update: _Update | None = None
         self._asked_at: dict[Identity, tuple[WeightsVersion, float]] = {}
         if roll is not None:  # another coordinator began it
@@ -109,6 +112,14 @@ class Weights:
     def _receives(self) -> bool:
         return self._update is not None and isinstance(self._update.operation.action, ops.StageTensors)
 
+    @property
+    def has_turn(self) -> bool:  # a trainer has begun an update
+        return self._trainer is not None
+
+    @property
+    def is_busy(self) -> bool:  # ranks do something for an update
+        return self._update is not None
+
     # --- what is asked ---
 
     def asked(self, asker: Identity, operation: Operation, now: float) -> list[Send]:
@@ -122,6 +133,8 @@ class Weights:
                 told = _answer(update.asker, update.operation, "the weight update was dropped")
                 return [*told, *self._end_transfer(operation), *_answer(asker, operation)]
             return _answer(asker, operation, f"another update of the weights is under way: {self.updating}")
+        if self._trainer is None and self._given_up and isinstance(operation.action, IN_TURN):
+            return _answer(asker, operation, f"{BEGIN_FIRST}; {self._given_up}")
         match operation.action:
             case ops.NameWeights(name=name):
                 self.current = replace(self.current, name=name)
@@ -133,7 +146,7 @@ class Weights:
             case ops.BeginUpdate(rolling=rolling):
                 if why := self._why_not() if rolling else "":
                     return _answer(asker, operation, why)
-                self._trainer = _Trainer(now, f"{self._received}/{operation.id}", rolling)
+                self._trainer, self._given_up = _Trainer(now, f"{self._received}/{operation.id}", rolling), ""
                 return [*self._end_transfer(operation), *_answer(asker, operation)]
             case ops.UpdateWeights(source=source, name=name, rolling=mode):
                 if mode is not None and (why := self._why_not() or self._same_name(name)):
@@ -158,6 +171,20 @@ class Weights:
                 self._update = _Update(asker, operation, staged[0], rolling=mode)
                 return self._take(self._update, staged[1], name, keep_kv, now)
         raise TypeError(f"no operation on weights: {operation.action}")
+
+    def joining(self, operation: Operation) -> Operation:
+        """A trainer that would be joined: while another one has its turn only if that one is gone, whose turn is over then."""
+        if self._trainer is None or not isinstance(operation.action, ops.JoinTrainer):
+            return operation
+        self._joining = operation.id
+        return Operation(operation.id, ops.JoinTrainer(operation.action.info, if_gone=True))
+
+    def give_up(self, why: str) -> list[Send]:
+        """The trainer's turn is over: what it has sent is forgotten, and another one may begin."""
+        if self._trainer is None or self._update is not None:
+            return []
+        self._trainer, self._given_up = None, why
+        return self._end_transfer(Operation(OperationId(f"{self._highest}-given-up"), ops.FinishUpdate(drop=True)))
 
     def _check(
         self, asker: Identity, operation: Operation, source: str, now: float, mode: RollMode | None = None
@@ -195,12 +222,8 @@ class Weights:
     def _same_name(self, name: str) -> str:
         """Why a roll may not give this name: by their names its two versions are told apart."""
         label = name or str(self._highest + 1)
-        is_same = label == self.current.label
-        return (
-            f"weight_version: the mesh's weights are called {label!r} already; rolling needs another name"
-            if is_same
-            else ""
-        )
+        why = f"weight_version: the mesh's weights are called {label!r} already; rolling needs another name"
+        return why if label == self.current.label else ""
 
     def _labels(self) -> set[str]:
         others = self.roll.others if self.roll is not None else ()
@@ -259,12 +282,20 @@ class Weights:
 
     def heard(self, sends: list[Send], now: float) -> list[Send]:
         """The messages that are for others, and what follows from answers among them to what the coordinator itself has asked."""
+        for send in sends:
+            done = send.message
+            if isinstance(done, OperationDone) and done.id == self._joining:
+                self._joining = None
+                sends = [
+                    *sends,
+                    *(self.give_up("its trainer was gone, and another one joined") if not done.error else ()),
+                ]
         while self._update is not None and (mine := [send.message for send in sends if send.to == COORDINATOR]):
             sends = [send for send in sends if send.to != COORDINATOR]
             for message in mine:
                 assert isinstance(message, OperationDone)
                 sends += self._done(message, now)
-        return sends
+        return [send for send in sends if send.to != COORDINATOR]
 
     def _done(self, done: OperationDone, now: float) -> list[Send]:
         """All ranks have answered."""
@@ -286,9 +317,7 @@ class Weights:
             self._highest += 1
             self.current = replace(update.before, number=self._highest)
         if self._trainer is not None and isinstance(update.operation.action, ops.StageTensors):
-            self._trainer = (
-                None  # what was received is not whole; a worker that is lost is no longer of the trainer's group
-            )
+            self._trainer = None  # what was received is not whole, and a worker that is lost is in no group
         return [*self._end_transfer(update.operation), *_answer(update.asker, update.operation, done.error)]
 
     def _checked(self, update: _Update, digests: set[str], now: float) -> list[Send]:
@@ -315,6 +344,8 @@ class Weights:
     def not_now(self, action: ops.Action, ranks: Iterable[Rank]) -> str:
         """Why this may not be done now; empty: it may. A method that workers call might change the weights: all ranks begin with one
         version. Ranks that sleep would never have their turns."""
+        if isinstance(action, ops.JoinTrainer) and self._receives:
+            return f"another trainer sends weights: {self.updating}"
         if not isinstance(action, ops.CallWorkers | ops.Sleep):
             return ""
         if self._update is not None and (isinstance(action, ops.CallWorkers) or self._update.rolling is not None):

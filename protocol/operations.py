@@ -125,10 +125,12 @@ class UseWeights(Struct, frozen=True, tag="use_weights", omit_defaults=True):
     keep_kv: bool = False  # as in FinishUpdate
 
 
-class JoinTrainer(Struct, frozen=True, tag="join_trainer"):
-    """Each worker joins the group of a trainer that will broadcast weights. info: JSON, JoinInfo of weight_transfer.py."""
+class JoinTrainer(Struct, frozen=True, tag="join_trainer", omit_defaults=True):
+    """Each worker joins the group of a trainer that will broadcast weights. info: JSON, JoinInfo of weight_transfer.py. if_gone: only
+    if the trainer of the group that it is in is there no more."""
 
     info: bytes
+    if_gone: bool = False
 
 
 class ReceiveWeights(Struct, frozen=True, tag="receive_weights"):

@@ -155,9 +155,9 @@ async def reload(backend: MeshOperations, asked: CollectiveRpcRequest) -> dict[s
 async def _changed(backend: MeshOperations, action: Action, mode: str) -> None:
     """What runs ends before with mode abort, or runs to its end with wait; with keep it goes on."""
     pauses = mode != "keep" and not (await backend.certain_stats()).paused
-    if pauses:
-        await mesh_operations.pause(backend, {"mode": mode, "clear_cache": "false"})
     try:
+        if pauses:
+            await mesh_operations.pause(backend, {"mode": mode, "clear_cache": "false"})
         await _done(backend, action)
     finally:
         if pauses:

@@ -209,6 +209,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True):
         str,
         Meta(description='how a trainer sends weights, JSON as vLLM has it: {"backend": "nccl"}, gloo, ipc or disk'),
     ] = ""
+    trainer_timeout: Annotated[
+        float,
+        Meta(gt=0, description="seconds without a call after which a trainer's update, and its pause, are given up"),
+    ] = 300.0
     weight_transfer: str = ""  # its backend; set by the supervisor, no flag; "": folders alone
     deterministic: Annotated[
         bool,

@@ -1,6 +1,5 @@
 """Weights that a trainer sends as tensors: over gloo and through memory, as examples/weight_sender.py does."""
 
-import json
 import os
 import signal
 import time
@@ -12,9 +11,9 @@ import httpx
 import pytest
 import torch
 from changing_weights import not_ready, post, versions, write
-from senders import Refused, example, sender
+from senders import Refused, dev, example, sender, tensors
 from serving import Serving, serving
-from split_models import FLAGS, greedy
+from split_models import greedy
 from waiting import free_port, until
 
 from meshlm.runtime.model_files import received
@@ -24,23 +23,12 @@ Models = tuple[list[str], list[list[list[int]]]]
 NOTICED_S = 10.0  # a death in a broadcast ends the trainer's call within
 
 
-def dev(backend: str) -> tuple[str, ...]:
-    return (*FLAGS, "--server-dev-mode", "--weight-transfer-config", json.dumps({"backend": backend}))
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Three folders, and the greedy tokens of each."""
     folder = tmp_path_factory.mktemp("models")
     names = [str(folder / name) for name in "abc"]
     return names, [write(Path(name), seed) for seed, name in enumerate(names)]
-
-
-def tensors(folder: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found: dict[str, torch.Tensor] = load_file(f"{folder}/model.safetensors")
-    return found
 
 
 def kill(server: Serving, role: str) -> None:

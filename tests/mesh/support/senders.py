@@ -1,11 +1,14 @@
-"""examples/weight_sender.py, loaded from where it lies."""
+"""examples/weight_sender.py, loaded from where it lies, and a mesh that it sends to."""
 
 import contextlib
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from split_models import FLAGS
 from waiting import free_port
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "weight_sender.py"
@@ -31,3 +34,15 @@ def sender(backend: str, url: str) -> Iterator[Any]:
         yield made
     finally:
         made.close()
+
+
+def dev(backend: str) -> tuple[str, ...]:
+    """The flags of a mesh to which tensors are sent by this backend."""
+    return (*FLAGS, "--server-dev-mode", "--weight-transfer-config", json.dumps({"backend": backend}))
+
+
+def tensors(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = load_file(f"{folder}/model.safetensors")
+    return found

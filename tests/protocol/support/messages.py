@@ -377,7 +377,7 @@ FULL: tuple[Struct, ...] = (
     operations.CheckWeights("/models/new"),
     operations.UseWeights(WEIGHTS, True),
     operations.SumWeights(),
-    operations.JoinTrainer(b"{}"),
+    operations.JoinTrainer(b"{}", if_gone=True),
     operations.ReceiveWeights("/dev/shm/meshlm-weights-0-1/2", 3, b"{}"),
     operations.EndTransfer("/models/new"),
     WEIGHTS,

@@ -149,6 +149,9 @@ class Group:
         assert (data.shape, data.dtype) == (sent.shape, sent.dtype)
         data.copy_(sent)
 
+    def has_trainer(self) -> bool:
+        return True
+
     def abort(self) -> None:
         raise AssertionError
 
@@ -167,6 +170,19 @@ def test_broadcasts_are_cut_as_the_trainer_cuts_them(is_packed: bool) -> None:
     assert torch.equal(torch.cat([data for _, data in parts]), flat(GIVEN))
 
 
+def test_a_worker_that_is_to_join_another_trainer_waits_for_this_one_no_more() -> None:
+    asked: list[bool] = []
+
+    def is_wanted() -> bool:
+        asked.append(True)
+        return len(asked) < 4
+
+    info = JoinInfo(master_address="127.0.0.1", master_port=free_port(), rank_offset=1, world_size=2)
+    with pytest.raises(TransferFailed, match="another call of a trainer followed"):
+        GlooGroup(info, 1, is_wanted)
+    assert len(asked) == 4
+
+
 def test_gloo_ranks_meet_and_one_that_waits_is_ended() -> None:
     address, port = "127.0.0.1", free_port()
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
@@ -174,9 +190,9 @@ def test_gloo_ranks_meet_and_one_that_waits_is_ended() -> None:
     )
     info = JoinInfo(master_address=address, master_port=port, rank_offset=1, world_size=2)
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(GlooGroup(info, 1)))
+    thread = threading.Thread(target=lambda: found.append(GlooGroup(info, 1, lambda: True)))
     thread.start()
-    trainer = GlooGroup(info, 0)
+    trainer = GlooGroup(info, 0, lambda: True)
     thread.join(60)
     worker: GlooGroup = found[0]
     data = torch.zeros(5)
@@ -198,8 +214,10 @@ def test_gloo_ranks_meet_and_one_that_waits_is_ended() -> None:
     worker.abort()  # from another thread
     waiting.join(60)
     assert failed == ["the weight update was ended"]
+    assert worker.has_trainer()
     trainer.abort()
-    del store
+    del store, trainer._store
+    assert not worker.has_trainer()
 
 
 class ncclUniqueId(ctypes.Structure):  # the trainer's name
@@ -225,7 +243,7 @@ def test_nccl_alone() -> None:
     store = torch.distributed.TCPStore("127.0.0.1", port, 1, True, wait_for_workers=False)  # type: ignore[attr-defined]
     store.set(KEY, dumps(ncclUniqueId.from_buffer_copy(bytes(made))))  # type: ignore[arg-type]
     info = JoinInfo(master_address="127.0.0.1", master_port=port, rank_offset=0, world_size=1)
-    group = NcclGroup(info, 0, torch.device("cuda", 0))
+    group = NcclGroup(info, 0, torch.device("cuda", 0), lambda: True)
     data = torch.arange(8, device="cuda", dtype=torch.bfloat16)
     group.broadcast(data)
     assert data.tolist() == list(range(8))

@@ -7,7 +7,8 @@ the store has the group's id (nccl.py).
 
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,8 +23,10 @@ MEET = timedelta(seconds=60)  # that the trainer and all workers have to be ther
 MEET_GLOO = timedelta(seconds=30)
 SEND = timedelta(minutes=30)  # of one broadcast: how long a trainer may compute before it
 LOOK_STORE_S = 1.0  # how often it sees whether the trainer's process is there
+LISTENS_S = 0.1  # how often a worker sees whether the trainer listens already
 LOOK_S = 0.001  # how often a thread that waits for the trainer sees whether it is to end
 PREFIX = "gloo"
+NOT_WANTED = "another call of a trainer followed"
 _Gloo: Any = torch.distributed.ProcessGroupGloo  # its types are not told
 _kept: list[Any] = []
 """Groups that were aborted, kept until the process ends. The destructor of one waits for a broadcast that the trainer never sends, and
@@ -39,32 +42,64 @@ class TrainerGroup(Protocol):
         """Fills it with what rank 0 sends: any shape, on `device`. TransferFailed."""
         ...
 
+    def has_trainer(self) -> bool:
+        """Whether rank 0's process is there."""
+        ...
+
     def abort(self) -> None:
         """From any thread: the others' broadcasts fail, and so does ours."""
         ...
 
 
-def meet(info: JoinInfo, rank: int) -> TCPStore:
-    """The trainer's store, once all ranks are there. TransferFailed."""
+def meet(info: JoinInfo, is_wanted: Callable[[], bool]) -> TCPStore:
+    """The trainer's store, once all ranks are there. TransferFailed, also where nobody wants that any more: a trainer that comes later
+    may serve its store at the same address."""
     assert info.master_address is not None
     assert info.master_port is not None
     where = f"{info.master_address}:{info.master_port}"
+    _wait_for((info.master_address, info.master_port), is_wanted)
     try:
-        return TCPStore(info.master_address, info.master_port, info.world_size, False, MEET, use_libuv=False)
+        store = TCPStore(info.master_address, info.master_port, info.world_size, False, MEET, use_libuv=False)
     except (RuntimeError, ValueError, TypeError) as error:
         raise TransferFailed(
             f"the trainer at {where} and all {info.world_size} ranks did not meet: {_line(error)}"
         ) from None
+    if not is_wanted():
+        raise TransferFailed(NOT_WANTED)
+    return store
+
+
+def _wait_for(address: tuple[str, int], is_wanted: Callable[[], bool]) -> None:
+    """Until somebody listens there, at most as long as ranks have to meet."""
+    until = time.monotonic() + MEET.total_seconds()
+    while is_wanted():
+        try:
+            socket.create_connection(address, timeout=LOOK_STORE_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise TransferFailed(f"the trainer at {address[0]}:{address[1]} is not there: {error}") from None
+            time.sleep(LISTENS_S)
+    raise TransferFailed(NOT_WANTED)
+
+
+def has_store(store: TCPStore, key: str) -> bool:
+    """Whether the process that serves the store is there."""
+    try:
+        store.check([key])
+    except RuntimeError:
+        return False
+    return True
 
 
 class GlooGroup:
     """Over TCP, between CPUs."""
 
-    def __init__(self, info: JoinInfo, rank: int) -> None:
-        """TransferFailed where the ranks do not meet."""
+    def __init__(self, info: JoinInfo, rank: int, is_wanted: Callable[[], bool]) -> None:
+        """TransferFailed where the ranks do not meet, or nobody wants that any more."""
         self.device = torch.device("cpu")
         self._aborted = threading.Event()
-        store = meet(info, rank)
+        store = meet(info, is_wanted)
         assert info.master_address is not None
         assert info.master_port is not None
         assert info.world_size is not None
@@ -94,6 +129,9 @@ class GlooGroup:
             text = "the weight update was ended" if self._aborted.is_set() else f"the broadcast failed: {_line(error)}"
             raise TransferFailed(text) from None
 
+    def has_trainer(self) -> bool:
+        return has_store(self._store, PREFIX)
+
     def abort(self) -> None:
         self._aborted.set()
         _kept.append(self._group)
@@ -114,6 +152,9 @@ class Broadcasts:
             # one by one they have their own type
             self._group.broadcast(data if is_packed else data.view(getattr(torch, own[0].dtype)))
             yield own, data
+
+    def has_trainer(self) -> bool:
+        return self._group.has_trainer()
 
     def abort(self) -> None:
         self._group.abort()

@@ -33,6 +33,10 @@ class HostMemory:
                 raise TransferFailed("the weight update was ended")
             yield own, _read(bucket, sum(tensor.num_bytes for tensor in own))
 
+    def has_trainer(self) -> bool:
+        """Nobody is joined for it."""
+        return False
+
     def abort(self) -> None:
         self._is_over = True
 

@@ -6,6 +6,7 @@ NCCL is torch's library, called by ctypes: torch's own process groups exchange t
 
 import ctypes
 import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from meshlm.protocol.weight_transfer import JoinInfo
 from meshlm.runtime.plain_pickle import Called, Named, NotPlain, read
-from meshlm.workers.weights.transfer.groups import LOOK_S, meet
+from meshlm.workers.weights.transfer.groups import LOOK_S, has_store, meet
 from meshlm.workers.weights.transfer.source import TransferFailed
 
 KEY = "broadcast_from/0/0"  # of the first object that rank 0 broadcasts over the store
@@ -72,12 +73,12 @@ def _call(name: str, *arguments: Any) -> None:
 class NcclGroup:
     """`device`: this worker's. Everything but `abort` is called by one thread."""
 
-    def __init__(self, info: JoinInfo, rank: int, device: torch.device) -> None:
-        """TransferFailed where the ranks do not meet."""
+    def __init__(self, info: JoinInfo, rank: int, device: torch.device, is_wanted: Callable[[], bool]) -> None:
+        """TransferFailed where the ranks do not meet, or nobody wants that any more."""
         self.device = device
         self._aborted, self._lock = threading.Event(), threading.Lock()
         self._comm: ctypes.c_void_p | None = None
-        self._store = meet(info, rank)
+        self._store = meet(info, is_wanted)
         try:
             told = self._store.get(KEY)
         except RuntimeError as error:
@@ -120,10 +121,11 @@ class NcclGroup:
                 _call("ncclCommGetAsyncError", self._comm, ctypes.byref(code))
         if code.value:
             raise TransferFailed(f"NCCL: {_library().ncclGetErrorString(code.value).decode()}")
-        try:
-            self._store.check([KEY])
-        except RuntimeError:
-            raise TransferFailed("the trainer is gone") from None
+        if not self.has_trainer():
+            raise TransferFailed("the trainer is gone")
+
+    def has_trainer(self) -> bool:
+        return has_store(self._store, KEY)
 
     def abort(self) -> None:
         self._aborted.set()

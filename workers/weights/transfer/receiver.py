@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger()
 NOT_JOINED = "this worker is in no trainer's group; POST /init_weight_transfer_engine comes first, and again after a worker was lost"
+OTHER_TRAINER = (
+    'another trainer updates the weights, and is there; POST /finish_weight_update with {"abort": true} ends its turn'
+)
 ENDED = "the weight update was ended"
 
 
@@ -52,8 +55,9 @@ class WeightReceiver:
     def handle(self, operation: Operation) -> None:
         """From the event loop. The answer follows."""
         match operation.action:
-            case JoinTrainer(info=info):
-                self._begin(operation, partial(self._join, msgspec.json.decode(info, type=JoinInfo)))
+            case JoinTrainer(info=info, if_gone=if_gone):
+                given = msgspec.json.decode(info, type=JoinInfo)
+                self._begin(operation, partial(self._join, given, if_gone=if_gone))
             case ReceiveWeights() as asked:
                 self._begin(operation, partial(self._receive, asked))
             case EndTransfer(keep=keep):
@@ -111,26 +115,32 @@ class WeightReceiver:
             self._answered = job.done = OperationDone(job.id, f"worker-{self._index}: {error}" if error else "")
         self._say(job.done)
 
-    def _join(self, info: JoinInfo, job: _Job) -> None:
+    def _join(self, info: JoinInfo, job: _Job, *, if_gone: bool) -> None:
         from meshlm.workers.weights.transfer.groups import Broadcasts, GlooGroup
+        from meshlm.workers.weights.transfer.source import TransferFailed
 
+        if if_gone and (source := self._source) is not None and source.has_trainer():
+            raise TransferFailed(OTHER_TRAINER)
         with self._lock:
             before, self._source = self._source, None
         if before is not None:
             before.abort()
         assert info.rank_offset is not None
-        rank = info.rank_offset + self._index
+        rank, device = info.rank_offset + self._index, self._device()
+
+        def is_wanted() -> bool:
+            return self._job is job
+
         if self._backend == "gloo":
-            source = Broadcasts(GlooGroup(info, rank), info)
+            source = Broadcasts(GlooGroup(info, rank, is_wanted), info)
         else:
             from meshlm.workers.weights.transfer.nccl import NcclGroup
 
-            source = Broadcasts(NcclGroup(info, rank, self._device()), info)
+            source = Broadcasts(NcclGroup(info, rank, device, is_wanted), info)
         with self._lock:
-            is_wanted = self._job is job
-            if is_wanted:
+            if is_joined := is_wanted():
                 self._source = source
-        if not is_wanted:
+        if not is_joined:
             source.abort()
 
     def _receive(self, asked: ReceiveWeights, job: _Job) -> None:

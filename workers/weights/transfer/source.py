@@ -19,6 +19,10 @@ class WeightSource(Protocol):
         """The tensors in their order, some at a time, with their bytes one after the other: [num_bytes] uint8. TransferFailed."""
         ...
 
+    def has_trainer(self) -> bool:
+        """Whether the trainer is there, as far as one can tell."""
+        ...
+
     def abort(self) -> None:
         """Whatever `receive` waits for, it ends with TransferFailed; nothing can be received any more."""
         ...
