@@ -28,6 +28,11 @@ _KINDS = {
     "gemma4_text": ("Gemma4ForCausalLM", "gemma4_text"),
     "gemma4_unified_text": ("Gemma4ForCausalLM", "gemma4_unified_text"),
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
+    "cohere": ("CohereForCausalLM", "cohere"),
+    "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "glm4v_text": ("Glm4ForCausalLM", "glm4"),
+    "glm_ocr_text": ("Glm4ForCausalLM", "glm4"),
+    "glm4v_moe_text": ("Glm4MoeForCausalLM", "glm4_moe"),
 }
 """By text_config.model_type: the family's architecture, and the model_type that its own files have."""
 _ARCHITECTURES = pairs("""
@@ -43,13 +48,20 @@ _ARCHITECTURES = pairs("""
     Qwen3_5MoeForConditionalGeneration=qwen3_5_moe_text Qwen2AudioForConditionalGeneration=qwen2
     AudioFlamingo3ForConditionalGeneration=qwen2 VoxtralForConditionalGeneration=llama
     Qwen2_5OmniThinkerForConditionalGeneration=qwen2_5_omni_text Qwen2_5OmniForConditionalGeneration=qwen2_5_omni_text
-    Qwen2_5OmniModel=qwen2_5_omni_text
+    Qwen2_5OmniModel=qwen2_5_omni_text Glm4vForConditionalGeneration=glm4v_text
+    Glm4vMoeForConditionalGeneration=glm4v_moe_text Glm46VForConditionalGeneration=glm4v_text
+    GlmOcrForConditionalGeneration=glm_ocr_text DeepseekVLForConditionalGeneration=llama
+    Cohere2VisionForConditionalGeneration=cohere2
 """)
 """Models that are served so, and the model_type that a text_config without one has."""
 _THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
 _SPEAKING = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 """Models that also speak. Their thinker reads, sees, hears and writes; what makes sound of that is not loaded."""
+_GLM: dict[str, Any] = {"partial_rotary_factor": 1.0, "head_dim": None, "rms_norm_eps": 1e-5}
 _DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4v_text": _GLM | {"attention_bias": True},
+    "glm_ocr_text": _GLM | {"attention_bias": False},
+    "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "gemma4_unified_text": {
         "hidden_size_per_layer_input": 0,
@@ -60,11 +72,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 """The values of missing keys, where they differ from the family's own."""
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
+    r"|downsample_factor|alignment_intermediate_size"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
     r"|position_id_per_seconds|seconds_per_chunk|user_token_id"
 )
 _OTHER_TENSORS = re.compile(
-    r"(talker|token2wav)\..*|(thinker\.)?(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline)(\..*)?"
+    r"(talker|token2wav)\..*|(thinker\.)?(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline|aligner)(\..*)?"
 )
 _TEXT_TENSORS = re.compile(r"(?:thinker\.)?(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 

@@ -36,6 +36,13 @@ class Found(Struct, frozen=True):
     error: str = ""
 
 
+_SENSES = {
+    "what it sees": ("vision_config", "vision_tower", "visual", "img_processor", "mm_vision_tower"),
+    "what it hears": ("audio_config", "audio_processor"),
+}
+"""By keys of config.json: other parts of a model whose text is served."""
+
+
 def installed() -> bool:
     """Whether the library is there."""
     return importlib.util.find_spec("transformers") is not None
@@ -70,7 +77,9 @@ def parse_config(
             f"{path}: architecture {name} is not supported{near([name])}; and transformers' model of it cannot be served: {error}"
         ) from None
     why = "--model-impl transformers" if chosen else "our own models do not know it"
-    return spec, (f"{path}: {name} is computed by transformers' model with our attention ({why})",)
+    said = f"{path}: {name} is computed by transformers' model with our attention ({why})"
+    unserved = [sense for sense, keys in _SENSES.items() if any(config.get(key) for key in keys)]
+    return spec, (said + "".join(f"; {sense} is refused" for sense in unserved),)
 
 
 def describe(config: dict[str, Any], folder: Path, code: RemoteCode) -> ModelSpec:

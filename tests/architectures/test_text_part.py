@@ -45,7 +45,7 @@ def test_a_text_config_is_the_familys_own(tmp_path: Path) -> None:
     assert found.spec.media.token_id(Modality.VIDEO) is None
     assert not any("served as its text model" in note for note in found.notes)
     blind = SEES | {
-        "architectures": ["Llama4ForConditionalGeneration"],
+        "architectures": ["Gemma3nForConditionalGeneration"],
         "text_config": {**TEXT, "model_type": "mistral"},
     }
     refused = resolve_model(folder_with(tmp_path / "blind", **{"config.json": blind}), load_format="dummy")

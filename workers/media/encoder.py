@@ -47,7 +47,7 @@ class MediaEncoder:
         self.spec, self.dtype, self.device, self._seed = spec, dtype, device, seed
         self.width = spec.hidden_size * (1 + spec.deepstack)
         self.module = _made(spec, dtype, device, seed)
-        self._features = {one: features_of(self.module.model, one) for one in spec.modalities}
+        self._features = {one: features_of(getattr(self.module, "model", self.module), one) for one in spec.modalities}
         self._takes = {one: _taken_by(method) for one, method in self._features.items()}
         self.load(resolved)
 
@@ -147,9 +147,10 @@ def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) 
             f"{spec.architecture}: transformers cannot make its encoder ({in_one_line(error)})"
         ) from None
     module.lm_head = nn.Identity()
+    inner = getattr(module, "model", module)
     for name in _TEXT_PARTS:
-        if hasattr(module.model, name):
-            setattr(module.model, name, nn.Identity())
+        if hasattr(inner, name):
+            setattr(inner, name, nn.Identity())
     module.to_empty(device=device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
         torch.manual_seed(seed)

@@ -16,8 +16,20 @@ def features_of(model: Any, modality: Modality) -> Features:
     """model: the one without a head. AttributeError where it takes nothing of the modality."""
     if modality is Modality.AUDIO and model.config.model_type == "qwen2_audio":
         return _of_qwen2_audio(model)
+    if modality is Modality.IMAGE and model.config.model_type == "llama4":
+        return _of_llama4(model)
     found: Features = getattr(model, f"get_{modality}_features")
     return found
+
+
+def _of_llama4(model: Any) -> Features:
+    def get_image_features(pixel_values: Tensor, **options: Any) -> Tensor:
+        """The vectors of tiles [n, channels, rows, columns]; transformers' method of this name is the tower alone."""
+        found = model.get_image_features(pixel_values, **options).last_hidden_state
+        vectors: Tensor = model.multi_modal_projector(found.flatten(0, 1))
+        return vectors
+
+    return get_image_features
 
 
 def _of_qwen2_audio(model: Any) -> Features:

@@ -10,6 +10,7 @@ from tiny_models import sliding
 from meshlm.architectures import config_keys
 from meshlm.architectures.registry import families
 from meshlm.runtime.errors import ModelFilesError
+from meshlm.runtime.model_files import transformers_models
 from meshlm.runtime.model_files.model_config import parse_config
 
 HERE = Path("m")
@@ -239,3 +240,22 @@ def test_rope_parameters_of_transformers_5() -> None:
 def test_the_context_that_a_scaled_rotation_was_made_for(scaling: dict[str, Any], context: int, original: int) -> None:
     spec, _ = parse_config({**CONFIG, "rope_scaling": scaling}, HERE)
     assert (spec.max_position_embeddings, spec.rope.original_max_position_embeddings) == (context, original)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, ""),
+        ({"vision_config": {"depth": 2}}, "; what it sees is refused"),
+        ({"vision_config": {}, "audio_config": {"depth": 2}}, "; what it hears is refused"),
+    ],
+)
+def test_parts_that_transformers_text_model_leaves_out_are_named(
+    more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = parse_config(CONFIG, HERE)[0]
+    monkeypatch.setattr(transformers_models, "describe", lambda config, folder, code: spec)
+    config = {"architectures": ["SomeForCausalLM"], "model_type": "some", **more}
+    found, notes = transformers_models.parse_config(config, HERE, transformers_models.RemoteCode(), chosen=False)
+    assert found is spec
+    assert notes[0].endswith(f"with our attention (our own models do not know it){said}")

@@ -2,6 +2,7 @@
 makes them: a processor is given an item's placeholder alone, and the ids that it gives stand for the item."""
 
 import hashlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from small_models import GEMMA4, SMALL
+from small_models import GEMMA4, MOE, SMALL
 
 from meshlm.protocol.media import Media, MediaItem, MediaTensor, Modality
 
@@ -29,6 +30,7 @@ _NAMES: tuple[str, ...] = (
 )
 _NAMES += (
     *("<audio>", "<boa>", "<eoa>"),
+    *("<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
     "<global-img>",
     "<end_of_utterance>",
     *(f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5)),
@@ -47,6 +49,8 @@ class Case(NamedTuple):
     merge: int = 0  # patches of a side that are a vector, where items have grids
     sees: tuple[str, ...] = ("image_token_id",)  # keys of the configuration that name the placeholder
     uncut: bool = False
+    placeholder: str = IMAGE  # what a chat template renders for an image
+    vector: str = IMAGE  # in whose places vectors come
 
 
 def tokenizer() -> Any:
@@ -59,6 +63,7 @@ def tokenizer() -> Any:
     named = {"image_token": IMAGE, "video_token": "<video>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
     named |= {"start_image_token": "<boi>", "end_image_token": "<eoi>", "context_image_token": IMAGE}
     named |= {"audio_token": "<audio>", "boa_token": "<boa>", "eoa_token": "<eoa>"}
+    named["img_line_break_token"] = "[IMG_BREAK]"
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<end_of_utterance>", extra_special_tokens=named
     )
@@ -79,6 +84,46 @@ def _qwen(name: str) -> Callable[[Any], Any]:
         sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
         images = Qwen2VLImageProcessorPil(**sizes, min_pixels=64, max_pixels=64 * 24)
         return _without_video(name)(images, words, None)
+
+    return made
+
+
+def _glm(name: str) -> Callable[[Any], Any]:
+    def made(words: Any) -> Any:
+        from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+
+        size = {"shortest_edge": 64, "longest_edge": 2 * 64 * 24}  # of two frames
+        images = Glm4vImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=size)
+        return _without_video(name)(images, words, None)
+
+    return made
+
+
+def _deepseek(words: Any) -> Any:
+    from transformers import DeepseekVLProcessor
+    from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
+
+    images = DeepseekVLImageProcessorPil(size={"height": 16, "width": 16}, min_size=4)
+    return DeepseekVLProcessor(images, words, num_image_tokens=16)
+
+
+def _tiles(name: str, **options: Any) -> Callable[[Any], Any]:
+    """Processors whose own readers of images need torchvision get others' tiles: of the same size, cut in one row."""
+
+    def made(words: Any) -> Any:
+        from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+        class Tiles(GotOcr2ImageProcessorPil):  # type: ignore[misc, unused-ignore]
+            patch_size = 2
+
+            def preprocess(self, images: Any, **kwargs: Any) -> Any:
+                out = super().preprocess(images, **kwargs)
+                if name == "Llama4Processor":
+                    out["aspect_ratios"] = [(1, max(1, int(count) - 1)) for count in out.pop("num_patches")]
+                return out
+
+        images = Tiles(size={"height": 16, "width": 16}, crop_to_patches=True, min_patches=1, max_patches=3)
+        return _without_video(name)(images, words, **options)
 
     return made
 
@@ -165,6 +210,10 @@ _GEMMA4 = _TOWER | {"num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim"
 _GEMMA4 |= {"pooling_kernel_size": 2, "position_embedding_size": 24}
 _HEARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 12}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+_GLM: dict[str, Any] = {"head_dim": 16, "rope_parameters": _AXES | {"partial_rotary_factor": 0.5}}
+_GLM_DENSE = {"num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": _GLM["rope_parameters"]}
+_GLM_TOWER = _TOWER | {"depth": 2, "num_heads": 2, "image_size": 16, "patch_size": 4, "out_hidden_size": 48}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 _DELTA: dict[str, Any] = {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _DELTA |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _DELTA |= {"rope_parameters": _AXES | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
@@ -256,6 +305,7 @@ CASES: dict[str, Case] = {
         _gemma3,
         sees=_BOTH,
         uncut=True,
+        placeholder="<boi>",
     ),
     "gemma4-e2b": Case(
         "Gemma4ForConditionalGeneration",
@@ -283,6 +333,53 @@ CASES: dict[str, Case] = {
         {"audio_config": None, "tie_word_embeddings": True},
         _gemma4("Gemma4UnifiedProcessor", patch=8, pooling=1),
         uncut=True,
+    ),
+    "glm4.1v": Case(
+        "Glm4vForConditionalGeneration", "Glm4vConfig", _GLM_DENSE, _GLM_TOWER, {}, _glm("Glm4vProcessor"), merge=2
+    ),
+    "glm4.5v": Case(
+        "Glm4vMoeForConditionalGeneration",
+        "Glm4vMoeConfig",
+        _GLM | _ROUTED,
+        _GLM_TOWER,
+        {},
+        _glm("Glm4vProcessor"),
+        merge=2,
+    ),
+    "glm4.6v": Case(
+        "Glm46VForConditionalGeneration", "Glm46VConfig", _GLM_DENSE, _GLM_TOWER, {}, _glm("Glm46VProcessor"), merge=2
+    ),
+    "glm-ocr": Case(
+        "GlmOcrForConditionalGeneration", "GlmOcrConfig", _GLM, _GLM_TOWER, {}, _glm("Glm46VProcessor"), merge=2
+    ),
+    "deepseek-vl": Case(
+        "DeepseekVLForConditionalGeneration",
+        "DeepseekVLConfig",
+        {"model_type": "llama"},
+        _SQUARE | {"model_type": "siglip_vision_model"},
+        {},
+        _deepseek,
+    ),
+    "cohere2-vision": Case(
+        "Cohere2VisionForConditionalGeneration",
+        "Cohere2VisionConfig",
+        {"model_type": "cohere2", "sliding_window": 9, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        _SQUARE | {"model_type": "siglip_vision_model"},
+        {"alignment_intermediate_size": 64},
+        _tiles("Cohere2VisionProcessor"),
+    ),
+    "llama4": Case(
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        MOE["llama4"][1],
+        _SQUARE
+        | {"intermediate_size": 128, "vision_output_dim": 24}
+        | dict.fromkeys(("projector_input_dim", "projector_output_dim"), 24),
+        {},
+        _tiles("Llama4Processor", patch_size=4),
+        sees=("image_token_index",),
+        placeholder="<|image|>",
+        vector="<|patch|>",
     ),
     "idefics3": Case(
         "Idefics3ForConditionalGeneration",
@@ -329,12 +426,12 @@ class Seeing:
         torch.manual_seed(0)
         self.case, self.folder = case, folder
         text = {**SMALL, "max_position_embeddings": LENGTH, "initializer_range": 0.2, **case.text}
-        names = dict.fromkeys(case.sees, IDS[IMAGE])
+        names = dict.fromkeys(case.sees, IDS[case.vector])
         config = getattr(transformers, case.config)(text_config=text, vision_config=case.vision, **names, **case.more)
         whole = getattr(transformers, case.architecture)._from_config(config, attn_implementation="eager")
         self.theirs = whole.eval().float()
         self.theirs.get_input_embeddings().weight.data *= 0.1
-        self.theirs.lm_head.weight.data[IDS[IMAGE]] = (
+        self.theirs.get_output_embeddings().weight.data[IDS[case.vector]] = (
             0  # no answer has a placeholder, for which transformers would want an image
         )
         for name, parameter in self.theirs.named_parameters():
@@ -348,11 +445,11 @@ class Seeing:
     @property
     def placeholder(self) -> str:
         """What a chat template renders for an image."""
-        return "<boi>" if self.case.config == "Gemma3Config" else IMAGE
+        return self.case.placeholder
 
     def item(self, image: Any) -> MediaItem:
         """As the media process leaves it in its file."""
-        out = self.processor(text=[self.placeholder], images=[image], return_tensors="pt")
+        out = self.given(self.placeholder, [image])
         ids = out["input_ids"][0].numpy().astype(np.int32)
         values = {
             name: value.numpy() for name, value in out.items() if name not in _NOT_TENSORS and torch.is_tensor(value)
@@ -363,7 +460,7 @@ class Seeing:
             tensors.append(MediaTensor(name, str(value.dtype), value.shape, len(data)))  # type: ignore[arg-type]
             data += value.tobytes()
         path.write_bytes(data)
-        is_vector = (ids == IDS[IMAGE]).astype(np.uint8).tobytes()
+        is_vector = (ids == IDS[self.case.vector]).astype(np.uint8).tobytes()
         grid = (1, 1, is_vector.count(1))
         if self.case.merge:
             frames, rows, columns = values["image_grid_thw"][0].tolist()
@@ -398,7 +495,9 @@ class Seeing:
         return ids, Media(tuple(items)) if items else None
 
     def given(self, text: str, images: list[Any]) -> Any:
-        return self.processor(text=[text], images=images or None, return_tensors="pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, about transformers
+            return self.processor(text=[text], images=images or None, return_tensors="pt")
 
     def logits(self, text: str, images: list[Any], tokens: list[int]) -> torch.Tensor:
         """transformers' own of a prompt, as its processor gives it, and these tokens behind: [1 + tokens, vocab]."""
@@ -412,7 +511,7 @@ class Seeing:
                     else torch.full((1, len(tokens)), int(name == "attention_mask"))
                 )
                 out[name] = torch.cat((out[name], value.to(out[name].dtype)), dim=1)
-        for one in (self.theirs, self.theirs.model):
+        for one in (self.theirs, getattr(self.theirs, "model", self.theirs)):
             if hasattr(one, "rope_deltas"):
                 one.rope_deltas = None
         with torch.no_grad():
