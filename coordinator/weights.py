@@ -199,7 +199,7 @@ class Weights:
         if trainer.staged is not None:
             return _answer(asker, operation, "update_info: this update is of a folder already; finish it first")
         self._update = _Update(asker, operation, trainer.folder)
-        action = ops.ReceiveWeights(trainer.folder, trainer.num_received, info)
+        action = ops.ReceiveWeights(trainer.folder, trainer.num_received, info, self.current)
         return self._ask(Operation(OperationId(f"{operation.id}-receive"), action), now, None)
 
     def _end_transfer(self, operation: Operation) -> list[Send]:

@@ -109,14 +109,18 @@ class MemorySender:
         """Has the mesh serve these weights under this name. finish: of POST /finish_weight_update, as mode. Refused."""
         with self.mesh.update(name, **finish):
             for part in buckets(tensors, BUFFER_BYTES):
-                file = Path("/dev/shm") / f"weights-{os.getpid()}-{uuid.uuid4().hex}"
-                try:
-                    file.touch(mode=0o600)
-                    file.write_bytes(as_bytes(part).numpy().tobytes())
-                    bucket = {"name": file.name, "count": len(part)}
-                    self.mesh.post("/update_weights", {"update_info": {**told(part), "buckets": [bucket]}})
-                finally:
-                    file.unlink(missing_ok=True)
+                self.send_part(part)
+
+    def send_part(self, part: list[tuple[str, Tensor]]) -> None:
+        """Some of the tensors of an update. Refused."""
+        file = Path("/dev/shm") / f"weights-{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            file.touch(mode=0o600)
+            file.write_bytes(as_bytes(part).numpy().tobytes())
+            bucket = {"name": file.name, "count": len(part)}
+            self.mesh.post("/update_weights", {"update_info": {**told(part), "buckets": [bucket]}})
+        finally:
+            file.unlink(missing_ok=True)
 
 
 class GlooSender:
@@ -179,6 +183,17 @@ class GlooSender:
                 asked = self._threads.submit(self.mesh.post, "/update_weights", body)
                 for piece in buckets(part, BUFFER_BYTES):
                     self._broadcast(as_bytes(piece), asked)
+                asked.result()
+
+    def send_changes(self, changes: Iterable[tuple[str, Tensor, Tensor, Tensor]], name: str, **finish: Any) -> None:
+        """Of each tensor its name, the tensor, the places (int32 [m], of the flat tensor) where it differs from what the mesh has, and
+        the numbers there. Refused."""
+        with self.mesh.update(name, **finish):
+            for named, tensor, places, values in changes:
+                info = {**told([(named, tensor)]), "num_updates_list": [len(places)]}
+                asked = self._threads.submit(self.mesh.post, "/update_weights", {"update_info": info})
+                for data in (places, values) if len(places) else ():
+                    self._broadcast(data, asked)
                 asked.result()
 
     def _broadcast(self, data: Tensor, asked: "Future[None]") -> None:

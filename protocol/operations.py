@@ -134,11 +134,13 @@ class JoinTrainer(Struct, frozen=True, tag="join_trainer", omit_defaults=True):
 
 
 class ReceiveWeights(Struct, frozen=True, tag="receive_weights"):
-    """Workers receive tensors of the trainer beside their steps; the first one writes them to a file of this number in the folder."""
+    """Workers receive tensors of the trainer beside their steps; the first one writes them to a file of this number in the folder.
+    base: the weights that the mesh has, of which some numbers may be sent alone."""
 
     folder: str
     number: int
     info: bytes  # as in StageTensors
+    base: WeightsVersion
 
 
 class EndTransfer(Struct, frozen=True, tag="end_transfer", omit_defaults=True):

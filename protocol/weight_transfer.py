@@ -11,10 +11,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 BACKENDS = ("disk", "gloo", "ipc", "nccl")
+SPARSE = "sparse_nccl"  # vLLM's name of nccl where changes are sent; here nccl takes both
 GROUPS = ("gloo", "nccl")  # those for which workers join the trainer
 BUFFER_BYTES = 1 << 30  # of a packed buffer, as vLLM's trainers have it
 MAX_TENSORS = 1_000_000
 MAX_DIMS = 8
+MOST_PLACES = 2**31  # that int32 can name
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -72,6 +74,9 @@ class UpdateInfo(Struct, frozen=True, kw_only=True):
     packed: bool | None = None  # several tensors in each broadcast; None: as the init said
     packed_buffer_size_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
     packed_num_buffers: Annotated[int, Meta(ge=1, le=64)] | None = None
+    num_updates_list: Annotated[list[Size], Meta(max_length=MAX_TENSORS)] | None = (
+        None  # changes: so many numbers of each
+    )
     buckets: Annotated[list[Bucket], Meta(max_length=100_000)] | None = None  # of ipc
     ipc_handles: Any = None  # refused: JSON has no bytes
     ipc_handles_pickled: Annotated[str, Meta(max_length=64 << 20)] | None = None  # of ipc, as vLLM's trainers send them
@@ -92,7 +97,7 @@ class TensorInfo(Struct, frozen=True):
 class TransferConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """--weight-transfer-config."""
 
-    backend: Literal["disk", "gloo", "ipc", "nccl"]
+    backend: Literal["disk", "gloo", "ipc", "nccl", "sparse_nccl"]
 
 
 def joined(info: JoinInfo, backend: str, num_workers: int) -> JoinInfo:
@@ -159,6 +164,25 @@ def packed(tensors: tuple[TensorInfo, ...], buffer_bytes: int) -> list[list[Tens
     return found
 
 
+def _check_changes(info: UpdateInfo, counts: list[int], tensors: tuple[TensorInfo, ...], backend: str) -> None:
+    field = "update_info.num_updates_list"
+    if backend not in GROUPS:
+        raise Wrong(
+            field, f"changes are broadcast ({', '.join(GROUPS)}), and --weight-transfer-config says {backend!r}"
+        )
+    if info.packed:
+        raise Wrong(
+            "update_info.packed", "changes are not packed: of each tensor come its places, and the numbers there"
+        )
+    if len(counts) != len(tensors):
+        raise Wrong(field, f"it has {len(counts)} entries, and names has {len(tensors)}")
+    for tensor, count in zip(tensors, counts, strict=True):
+        if count > math.prod(tensor.shape) or math.prod(tensor.shape) > MOST_PLACES:
+            raise Wrong(
+                field, f"{tensor.name} has {math.prod(tensor.shape):,} numbers; {count:,} of them cannot change"
+            )
+
+
 def checked_update(info: UpdateInfo, backend: str) -> tuple[TensorInfo, ...]:
     """The tensors that this update sends by this backend. Wrong, before anybody waits for one."""
     of_ipc = [name for name in ("buckets", "ipc_handles_pickled") if getattr(info, name) is not None]
@@ -169,7 +193,9 @@ def checked_update(info: UpdateInfo, backend: str) -> tuple[TensorInfo, ...]:
             f"update_info.{of_ipc[0]}", f"it is of the backend ipc, and --weight-transfer-config says {backend!r}"
         )
     tensors = tensors_of(info)
-    if backend == "ipc":
+    if info.num_updates_list is not None:
+        _check_changes(info, info.num_updates_list, tensors, backend)
+    elif backend == "ipc":
         if len(of_ipc) != 1:
             raise Wrong("update_info.buckets", "give one of buckets and ipc_handles_pickled")
         count = sum(bucket.count for bucket in info.buckets or ())

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
-from meshlm.protocol.weight_transfer import BACKENDS
+from meshlm.protocol.weight_transfer import BACKENDS, SPARSE
 from meshlm.supervisor.errors import UsageError, raised_as
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules, check
@@ -26,7 +26,8 @@ def settled(config: MeshConfig) -> MeshConfig:
     if not isinstance(given, dict):
         raise UsageError(f"{FLAG} {text}: a JSON object is expected")
     check(_keys(given))
-    return replace(config, worker=replace(config.worker, weight_transfer=given.get("backend", "nccl")))
+    backend = given.get("backend", "nccl")
+    return replace(config, worker=replace(config.worker, weight_transfer="nccl" if backend == SPARSE else backend))
 
 
 def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
@@ -63,4 +64,8 @@ def _keys(given: dict[str, Any]) -> Rules:
         close = difflib.get_close_matches(key, KEYS, 1)
         yield key not in KEYS, f"{FLAG}: {key}", "unknown" + (f"; {close[0]} is one" if close else "")
     backend = given.get("backend", "nccl")
-    yield backend not in BACKENDS, f"{FLAG}: backend {json.dumps(backend)}", f"unknown; there are {', '.join(BACKENDS)}"
+    yield (
+        backend not in (*BACKENDS, SPARSE),
+        f"{FLAG}: backend {json.dumps(backend)}",
+        f"unknown; there are {', '.join(BACKENDS)}",
+    )

@@ -1,7 +1,7 @@
 """Tensors that a trainer sends: received by all, checked and taken at the end; the first that fails ends it for all."""
 
 from coordinator_bench import F0, F1, S0, S1
-from weights_bench import Mesh, actions, errors
+from weights_bench import START, Mesh, actions, errors
 
 from meshlm.protocol import operations as ops
 from meshlm.protocol.operations import CheckWeights, EndTransfer, OperationDone, ReceiveWeights, UseWeights
@@ -18,7 +18,7 @@ def mesh_of_two() -> Mesh:
 
 def receive(mesh: Mesh, number: int = 0) -> list[tuple[object, object]]:
     asked = mesh.ask(ops.StageTensors(b"{}"), f"t{number}")
-    assert actions(asked) == [(rank, ReceiveWeights(f"{RECEIVED}/b", number, b"{}")) for rank in (S0, S1)]
+    assert actions(asked) == [(rank, ReceiveWeights(f"{RECEIVED}/b", number, b"{}", START)) for rank in (S0, S1)]
     assert errors(mesh.answer(asked)) == [""]
     return []
 

@@ -14,6 +14,7 @@ from meshlm.protocol.operations import (
     ResetPrefixCache,
     Stop,
 )
+from meshlm.protocol.weights import WeightsVersion
 from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime.process.events import PeerLost, PeerUp, Received, Send
 from meshlm.scheduler_proc.core import Scheduler
@@ -144,7 +145,7 @@ def test_a_stop_does_not_wait_for_workers_that_are_not_there() -> None:
 def test_what_all_do_together_with_a_trainer_is_over_with_the_first_that_fails_or_dies() -> None:
     for dies in (False, True):
         bench = Bench(limits(), 64, 4)
-        asked = Operation(OperationId("w"), ReceiveWeights("/memory/a", 0, b"{}"))
+        asked = Operation(OperationId("w"), ReceiveWeights("/memory/a", 0, b"{}", WeightsVersion()))
         assert received(bench.core, COORDINATOR, asked) == [Send(WORKER, asked)]
         if dies:
             told = bench.core.handle(PeerLost(WORKER, LIFE), 2.0)

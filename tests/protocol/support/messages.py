@@ -378,7 +378,7 @@ FULL: tuple[Struct, ...] = (
     operations.UseWeights(WEIGHTS, True),
     operations.SumWeights(),
     operations.JoinTrainer(b"{}", if_gone=True),
-    operations.ReceiveWeights("/dev/shm/meshlm-weights-0-1/2", 3, b"{}"),
+    operations.ReceiveWeights("/dev/shm/meshlm-weights-0-1/2", 3, b"{}", WEIGHTS),
     operations.EndTransfer("/models/new"),
     WEIGHTS,
     operations.DropAdapter(b"d" * 32),

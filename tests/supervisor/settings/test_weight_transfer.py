@@ -25,6 +25,7 @@ def test_backends() -> None:
         found = settled({"backend": backend}).worker
         assert (found.weight_transfer, found.receives_weights) == (backend, receives)
     assert settled({}).worker.weight_transfer == "nccl", "vLLM's default"
+    assert settled({"backend": "sparse_nccl"}).worker.weight_transfer == "nccl", "it takes changes, too"
     assert settings_of({"weight_transfer_config": {"backend": "ipc"}}) == {
         "weight_transfer_config": '{"backend": "ipc"}'
     }

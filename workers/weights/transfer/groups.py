@@ -153,6 +153,17 @@ class Broadcasts:
             self._group.broadcast(data if is_packed else data.view(getattr(torch, own[0].dtype)))
             yield own, data
 
+    def receive_changes(
+        self, tensors: tuple[TensorInfo, ...], counts: list[int]
+    ) -> Iterator[tuple[TensorInfo, Tensor, Tensor]]:
+        """Of each tensor so many places, int32 [count] of the flat tensor, and the numbers [count] that are there now."""
+        for tensor, count in zip(tensors, counts, strict=True):
+            places = torch.empty(count, dtype=torch.int32, device=self._group.device)
+            values = torch.empty(count, dtype=getattr(torch, tensor.dtype), device=self._group.device)
+            for data in (places, values) if count else ():
+                self._group.broadcast(data)
+            yield tensor, places, values
+
     def has_trainer(self) -> bool:
         return self._group.has_trainer()
 

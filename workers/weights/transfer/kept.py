@@ -59,9 +59,14 @@ class KeptFile:
         """It is whole: readers see it from now on."""
         del self._bytes, self._map
         os.replace(f"{self._path}.part", self._path)
-        time = int.from_bytes(hashlib.sha256(str(self._folder).encode()).digest()[:7])
-        for file in self._folder.iterdir():
-            os.utime(file, ns=(time, time))
+        set_times(self._folder)
+
+
+def set_times(folder: Path) -> None:
+    """Those of all files are a function of the folder's name."""
+    time = int.from_bytes(hashlib.sha256(str(folder).encode()).digest()[:7])
+    for file in folder.iterdir():
+        os.utime(file, ns=(time, time))
 
 
 def _header(tensors: tuple[TensorInfo, ...]) -> tuple[bytes, dict[str, int]]:

@@ -17,12 +17,13 @@ from msgspec import Struct
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.operations import EndTransfer, JoinTrainer, Operation, OperationDone, ReceiveWeights
-from meshlm.protocol.weight_transfer import GROUPS, JoinInfo, UpdateInfo, checked_update
+from meshlm.protocol.weight_transfer import GROUPS, JoinInfo, TensorInfo, UpdateInfo, checked_update
 from meshlm.runtime.model_files import received
 
 if TYPE_CHECKING:
     import torch
 
+    from meshlm.workers.weights.transfer.groups import Broadcasts
     from meshlm.workers.weights.transfer.source import WeightSource
 
 _log = structlog.get_logger()
@@ -144,6 +145,7 @@ class WeightReceiver:
             source.abort()
 
     def _receive(self, asked: ReceiveWeights, job: _Job) -> None:
+        from meshlm.workers.weights.transfer.groups import Broadcasts
         from meshlm.workers.weights.transfer.kept import KeptFile
         from meshlm.workers.weights.transfer.memory import HostMemory
         from meshlm.workers.weights.transfer.source import TransferFailed
@@ -160,6 +162,10 @@ class WeightReceiver:
                 return
             with self._lock:
                 self._source = source
+        if info.num_updates_list is not None:
+            assert isinstance(source, Broadcasts)
+            self._receive_changes(asked, info.num_updates_list, source, tensors)
+            return
         kept: KeptFile | None = None
         if keeps:
             try:
@@ -172,11 +178,44 @@ class WeightReceiver:
                 if kept is not None:
                     kept.take(own, data)
         except TransferFailed:
-            source.abort()
-            with self._lock:
-                self._source = None if self._source is source else self._source
+            self._leave(source)
             raise
         if failed:
             raise TransferFailed(failed)
         if kept is not None:
             kept.finish()
+
+    def _receive_changes(
+        self, asked: ReceiveWeights, counts: list[int], source: "Broadcasts", tensors: tuple[TensorInfo, ...]
+    ) -> None:
+        from meshlm.workers.weights.transfer.changed import ChangedFile
+        from meshlm.workers.weights.transfer.source import TransferFailed
+
+        changed: ChangedFile | None = None
+        failed = ""
+        try:
+            if not self._index:
+                model_path = self._config.require_resolved().model_path
+                changed = ChangedFile(Path(asked.folder), asked.number, asked.base, model_path)
+        except TransferFailed as error:
+            failed = str(error)
+        try:
+            for tensor, places, values in source.receive_changes(tensors, counts):
+                if changed is not None and not failed:
+                    try:
+                        changed.change(tensor, places, values)
+                    except TransferFailed as error:
+                        failed = str(error)
+        except TransferFailed:
+            self._leave(source)
+            raise
+        if failed:
+            raise TransferFailed(failed)
+        if changed is not None:
+            changed.finish()
+
+    def _leave(self, source: "WeightSource") -> None:
+        """Its trainer is lost."""
+        source.abort()
+        with self._lock:
+            self._source = None if self._source is source else self._source
