@@ -4,10 +4,11 @@
         [--frontends 2] [--detokenizers 2] [any other flag of `meshlm serve`]
 
 First all requests of the mix are answered undisturbed: the reference. Then `--streams` clients ask for them again and again, while a
-random process (never the supervisor) is killed with SIGKILL as soon as most streams flow again after the last fault, at times
-before that; now and then one is stopped by SIGSTOP instead, for a moment or until the supervisor judges it stuck. A pause is the
-longest gap between two tokens of any stream around a fault. Exit code 1 when anything was lost, duplicated, wrong or failed, or when
-pages of a KV cache or of the store are still in use once all streams have ended and every lease is over.
+random process is killed with SIGKILL as soon as most streams flow again after the last fault, at times
+before that (the supervisor only while it has a standby); now and then one is stopped by SIGSTOP instead, for a moment or until the
+supervisor judges it stuck. A pause is the longest gap between two tokens of any stream around a fault. Exit code 1 when anything was
+lost, duplicated, wrong or failed, or when pages of a KV cache or of the store are still in use once all streams have ended and every
+lease is over.
 On a GPU tokens depend on what else is in their step, as far as 16 bits can tell: there they are counted, and `as_undisturbed` says
 how many stand before the first of their stream that differs from the reference.
 """
@@ -34,11 +35,19 @@ import harness
 from harness import Mesh, Process
 from streams import READ_LIMIT_S, Answer, Ask, Gap, Stream, counted, draw_asks, num_equal, verdict
 
-ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend", "store")
+ROLES = ("worker", "scheduler", "detokenizer", "coordinator", "frontend", "store", "supervisor")
 # How often each role is hit. On a CPU all streams are computed again after the death of a worker or its scheduler, which takes
 # many seconds: equal shares would leave no time for tokens.
 WEIGHTS = {
-    "cpu": {"worker": 1, "scheduler": 1, "detokenizer": 3, "coordinator": 3, "frontend": 3, "store": 2},
+    "cpu": {
+        "worker": 1,
+        "scheduler": 1,
+        "detokenizer": 3,
+        "coordinator": 3,
+        "frontend": 3,
+        "store": 2,
+        "supervisor": 2,
+    },
     **dict.fromkeys(("cuda", "fake"), dict.fromkeys(ROLES, 1)),
 }
 TOO_EARLY_SHARE = 0.15  # of the kills do not wait for the mesh to heal
@@ -144,14 +153,14 @@ class Chaos:
             for client in self.clients:
                 if client.done():
                     client.result()  # it never ends by itself but by an error of this program
-            if self.mesh.server.poll() is not None:
+            if await asyncio.to_thread(self.mesh.has_ended):
                 raise SystemExit("the mesh ended:\n" + "\n".join(self.mesh.lines[-20:]))
 
     async def _one_fault(self, kind: str, role: str) -> bool:
         """To a process of this role, "" for any; False when none is there."""
         processes = [
             victim
-            for victim in await asyncio.to_thread(self.mesh.processes)
+            for victim in await asyncio.to_thread(self.mesh.victims)
             if victim.pid and victim.role in self.arguments.roles
         ]
         present = sorted({victim.role for victim in processes if role in ("", victim.role)})
@@ -160,6 +169,7 @@ class Chaos:
             return False
         role = self.dice.choices(present, [WEIGHTS[self.arguments.device][name] for name in present])[0]
         victim = self.dice.choice([victim for victim in processes if victim.role == role])
+        kind = "kill" if role == "supervisor" else kind  # nobody watches whether it hangs
         fault = Fault(kind, victim.name, time.monotonic())
         self.faults.append(fault)
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +196,7 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim.pid, signal.SIGCONT)
             return
-        while victim.pid in [other.pid for other in await asyncio.to_thread(self.mesh.processes)]:
+        while victim.pid in [other.pid for other in await asyncio.to_thread(self.mesh.status)]:
             await asyncio.sleep(0.05)
             if time.monotonic() - fault.at > 4 * self.arguments.stall_timeout + 10:
                 self.verdicts["error"] += 1
@@ -209,7 +219,7 @@ class Chaos:
             await asyncio.sleep(0.03)
 
     async def _replaced(self, victim: Process, fault: Fault) -> bool:
-        for other in await asyncio.to_thread(self.mesh.processes):
+        for other in await asyncio.to_thread(self.mesh.status):
             if other.name == victim.name:
                 return other.state == "ready" and (other.pid != victim.pid) == (fault.kind != "stop")
         return False
@@ -336,7 +346,8 @@ async def play(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]
         code = mesh.stop()
         if arguments.keep_logs:
             arguments.keep_logs.write_text("\n".join(mesh.lines) + "\n")
-    report["exit_code"] = code
+    was_killed = code == -signal.SIGKILL and report["kills"].get("supervisor")  # its standby ended the mesh
+    report["exit_code"] = 0 if was_killed else code
     report["faults"] = [
         {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(f).items()} for f in chaos.faults
     ]

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -168,6 +169,10 @@ class Mesh:
 
     def status(self) -> list[Process]:
         """All processes; [] when the supervisor does not answer."""
+        return self._asked()[0]
+
+    def _asked(self) -> tuple[list[Process], bool]:
+        """All processes, and whether the supervisor's standby is loaded."""
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(5)
@@ -175,8 +180,23 @@ class Mesh:
                 sock.sendall(b'{"command": "status"}\n')
                 reply = json.loads(sock.makefile().readline())
         except (OSError, ValueError):
-            return []
-        return [Process(*(row[field.name] for field in fields(Process))) for row in reply["processes"]]
+            return [], False
+        found = [Process(*(row[field.name] for field in fields(Process))) for row in reply["processes"]]
+        return found, any(one["role"] == "supervisor" and one["state"] == "standby" for one in reply["standbys"])
+
+    def victims(self) -> list[Process]:
+        """Those whose death somebody makes good: the supervisor only while it has a standby."""
+        found, has_spare = self._asked()
+        return [process for process in found if has_spare or process.role != "supervisor"]
+
+    def has_ended(self) -> bool:
+        """Whether the process that was started is gone, and none has followed it."""
+        until = time.monotonic() + START_LIMIT_S / 20
+        while self.server.poll() is not None and not self.status():
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.1)
+        return False
 
     def processes(self) -> list[Process]:
         """All but the supervisor."""
@@ -188,8 +208,15 @@ class Mesh:
     def rss_mib(self) -> dict[str, float]:
         return {process.name: round(process.rss_bytes / 2**20, 1) for process in self.status()}
 
+    def _end_successor(self) -> None:
+        """Of a supervisor that was killed: it ends the mesh."""
+        while pid := self.pids().get("supervisor/0"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            time.sleep(0.2)
+
     def stop(self) -> int:
-        """End it in good order; its exit code."""
+        """End it in good order; the exit code of the process that was started."""
         if self.server.poll() is None:
             self.server.send_signal(signal.SIGTERM)
         try:
@@ -198,6 +225,7 @@ class Mesh:
             self.server.kill()
             return self.server.wait()
         finally:
+            self._end_successor()
             self._reader.join(timeout=5)
             shutil.rmtree(self.run_dir, ignore_errors=True)
 

@@ -12,6 +12,10 @@ class StartError(Exception):
     """The mesh could not start or go on; the text is the failing process's own. Exit code 1."""
 
 
+class StillRuns(StartError):
+    """A mesh whose supervisor died is in that run directory, and is not this command's to take over."""
+
+
 class ContextDoesNotFit(StartError):
     """It could not start with --max-model-len auto, but could with a context of `fits` tokens."""
 

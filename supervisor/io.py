@@ -5,7 +5,6 @@ Used by `meshlm serve` and by the Python API, each in an event loop of its own.
 
 import asyncio
 import signal
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,8 +30,10 @@ from meshlm.supervisor.processes.incarnations import Incarnations, KnownDeaths
 from meshlm.supervisor.ranks import Ranks
 from meshlm.supervisor.recordings import Recordings
 from meshlm.supervisor.settings import changes
+from meshlm.supervisor.succession import Kept, Succession
 
 TICK_S = 0.1
+QUIET = (events.Beaten, events.Tick)  # events without effects, of which the next supervisor need not know
 STEPS_END_S = 2.0  # so long the mesh has to end its steps, before its processes are asked to end
 GONE_S = 10.0  # that killed processes have for being gone: a GPU's driver takes some time to free what they had
 KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much more
@@ -41,7 +42,9 @@ KILL_AFTER_S = 5.0  # a child asked to stop has its drain time and this much mor
 class Supervisor:
     """Runs one host's process group until `stop` is called or a process cannot be kept alive."""
 
-    def __init__(self, config: MeshConfig, members: list[Identity], display: StartDisplay) -> None:
+    def __init__(
+        self, config: MeshConfig, members: list[Identity], display: StartDisplay, succession: Succession | None = None
+    ) -> None:
         self.config = config
         self.ready = asyncio.Event()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -67,19 +70,25 @@ class Supervisor:
         self.recordings = Recordings(self._run_dir, self.linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
         self._beats: dict[Identity, edge.Heartbeat] = {}  # the last one of each incarnation
+        self._succession = succession or Succession(None)
+        parts = (self._rolling, self._incarnations, self._deaths, self.operations, self._ranks.scaling, self._clock)
+        self._succession.of(self, Kept(*parts))
 
     async def start(self) -> None:
         """Open the inbox, spawn all. Progress and the outcome come later, by `ready` and `ended`."""
         self._incarnations.environment = children.prepared(self.config, self._display.line)
-        incarnation = Incarnation(time.time_ns())
         me = Identity(Role.SUPERVISOR, self.config.node.index if self.config.node else 0)
-        self._mesh = Mesh(me, incarnation, self.config, self)
+        self._mesh = Mesh(me, self._succession.incarnation, self.config, self)
         self._mesh.on_refused = self._refused
         self._asked = AskedOperations(self._mesh.send)
         with raised_as(StartError, ProcessFatal, OSError):
             await self._mesh.open()
             await self._status.open(self._run_dir)
-        if self._network is not None:
+        if self._succession.left is not None:
+            self._begun = True
+            self.ready.set()
+            self._succession.take_over()
+        elif self._network is not None:
             self._network.begin()
         else:
             self.begin()
@@ -97,6 +106,7 @@ class Supervisor:
         if not self._begun:
             self._finish(None)
             return
+        self._succession.stops(self._drain_s)
         self._loop.call_later(self._drain_s + KILL_AFTER_S, self.kill)
         for peer in self.linked(Role.FRONTEND):
             if self._incarnations.of(peer) is None:  # `meshlm launch` added it, and ends it when the mesh is gone
@@ -113,10 +123,12 @@ class Supervisor:
             self._timer.cancel()
         if self._steps_end is not None:
             self._steps_end.cancel()
+        self._succession.stops(0.0)
         await self._incarnations.end_all(GONE_S)
         self._status.close()
         if self._mesh:
             await self._mesh.close()
+        self._succession.end()
 
     # --- what the mesh tells us (runtime App) ---
 
@@ -164,6 +176,7 @@ class Supervisor:
             return
         for died in self._deaths.for_newcomers():
             self.send(peer, died)
+        self._succession.tell(peer)
         if peer.role is Role.FRONTEND and self.operations.refusing:
             self.send(peer, edge.Refuse(True))
         if peer.role is Role.COORDINATOR:
@@ -200,8 +213,12 @@ class Supervisor:
     def _do(self, event: rolling.Event) -> None:
         if isinstance(event, rolling.Restart):
             self._incarnations.end_warm()
-        for effect in self._rolling.roll(event, self._clock()):
+            self._succession.renew()
+        effects = self._rolling.roll(event, self._clock())
+        for effect in effects:
             self._perform(effect)
+        if effects or not isinstance(event, QUIET):
+            self._succession.keep()
 
     def _perform(self, effect: rolling.Effect) -> None:
         match effect:
@@ -240,6 +257,7 @@ class Supervisor:
                 self.operations.over(effect.failure)
             case events.AllReady():
                 self.ready.set()
+                self._succession.begin()
             case events.AllStopped():
                 if self._network is not None:
                     self._network.ended()
@@ -269,6 +287,7 @@ class Supervisor:
         self.operations.say(text)
 
     def _refuse(self, on: bool) -> None:
+        self._succession.keep()
         for peer in self.linked(Role.FRONTEND):
             self.send(peer, edge.Refuse(on))
 
@@ -299,6 +318,7 @@ class Supervisor:
         except ValueError as error:
             return str(error)
         self.changed_settings |= values
+        self._succession.keep()
         heads = self.config.node is None or not self.config.node.head
         for role in Role:
             for peer in self.linked(role) if heads or role is not Role.SUPERVISOR else ():
@@ -335,6 +355,7 @@ class Supervisor:
         if self._begun:
             self._do(events.Tick())
             self._incarnations.keep_warm(self._rolling.to_keep_warm(self.config.run.standby_roles), self._loop.time())
+            self._succession.tick(self._loop.time())
         if self._network is not None:
             self._network.tick()
 
@@ -378,4 +399,5 @@ class Supervisor:
             self._mesh.sent() if self._mesh is not None else {},
             was_ready=self.ready.is_set(),
             now=self._clock(),
+            spares=self._succession.standbys(),
         )

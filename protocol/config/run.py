@@ -32,9 +32,18 @@ class RunConfig(Struct, frozen=True, kw_only=True):
         float, Meta(ge=0, description="seconds that one step may take until its worker is replaced; 0: any time")
     ] = 120.0
     standby_roles: Annotated[
-        tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker"], ...],
+        tuple[Literal["none", "frontend", "detokenizer", "coordinator", "scheduler", "worker", "supervisor"], ...],
         Meta(description="roles of which a loaded process waits to take the place of one that dies", extra=PER_NODE),
-    ] = ("detokenizer", "coordinator")
+    ] = ("detokenizer", "coordinator", "supervisor")
+    orphan_grace: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds that a mesh which was ready serves on without its supervisor, until its standby or the next start "
+            "with this run directory takes it over; then it ends. 0: it ends with its supervisor",
+            extra=PER_NODE,
+        ),
+    ] = 30.0
     log_level: Annotated[
         str,
         Meta(

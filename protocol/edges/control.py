@@ -71,6 +71,14 @@ class Shutdown(Struct, frozen=True, tag="shutdown"):
     handover: bool = False  # to a frontend: others take the new connections; serve what comes on those that are open
 
 
+class Supervised(Struct, frozen=True, tag="supervised"):
+    """The process `pid` of this host watches over the receiver, and will be outlived: when it is gone the receiver serves on for
+    `grace_s`, until another one says so, and is ended then. Said in each session once all processes were ready."""
+
+    pid: int
+    grace_s: float
+
+
 class Refuse(Struct, frozen=True, tag="refuse"):
     """To a frontend: from now on new requests get 503 (`meshlm drain`), or are taken again."""
 
@@ -217,7 +225,7 @@ ChildToSupervisor = Progress | Ready | Failed | Heartbeat | RankDrained | OpenRe
 DashboardToSupervisor = AskProcesses | AskRequests | FrontendRequests
 OperatorToSupervisor = ChangeSettings | ScaleRanks
 SupervisorToDashboard = MeshProcesses | AskRequests | FrontendRequests
-SupervisorToChild = Died | Shutdown | SetRanks | Refuse | ChangeSettings | RecordTimeline
+SupervisorToChild = Died | Shutdown | Supervised | SetRanks | Refuse | ChangeSettings | RecordTimeline
 
 
 class NodeReport(Struct, frozen=True, tag="node_report"):

@@ -120,6 +120,10 @@ class Mesh:
         if (link := self._peers.get(peer)) is not None:
             self._drop(link, reason)
 
+    def lost(self, peer: Identity) -> None:
+        """The process of this peer has died, which nobody else can tell."""
+        self._on_died(control.Died(peer, self.incarnation_of(peer)))
+
     def peers(self, role: Role) -> list[Identity]:
         """Peers of this role with an open session, by index."""
         return sorted(i for i, p in self._peers.items() if i.role is role and p.session.state is wire.SessionState.OPEN)

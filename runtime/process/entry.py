@@ -1,4 +1,5 @@
-"""The first lines of every process of the mesh: it ends when the process that started it does, from here on and before.
+"""The first lines of every process of the mesh: it ends when the process that started it does, from here on and before. Once the
+mesh was ready it may be told to outlive that (orphan.py).
 
 `python -m meshlm.runtime.process.entry FOLDER PARENT ...` runs meshlm.FOLDER as a child of the process PARENT. Imports nothing but
 the standard library until the kernel has been asked for the parent's death: a parent that dies during the imports would leave a
@@ -18,6 +19,12 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # a parent that is gone is replaced, by init or another process that was there before
         os._exit(1)
+
+
+def outlive(parent: int) -> None:
+    """Take that back, where `parent` is it. Only for the main thread, which asked for it."""
+    if os.getppid() == parent:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def give_back_memory() -> None:

@@ -31,6 +31,7 @@ from meshlm.runtime.errors import ContextTooLong, ProcessFatal
 from meshlm.runtime.mesh.mesh import Mesh
 from meshlm.runtime.process import in_hand, logs, numa, streams
 from meshlm.runtime.process.entry import give_back_memory
+from meshlm.runtime.process.orphan import Orphan
 
 BEAT_S = 0.5
 HEAR_SETTINGS = (Role.FRONTEND, Role.COORDINATOR)  # which have limits of --max-waiting and the like
@@ -164,6 +165,7 @@ class _Process:
         self._shutdown: asyncio.Event | None = None
         self._drain_s = config.run.drain_timeout
         self._statm = os.open("/proc/self/statm", os.O_RDONLY)  # as long as the process
+        self._orphan = Orphan(config, self._supervisor_lost, self._end)
 
     async def run(self) -> int:
         """Start, serve until told to stop, end."""
@@ -230,6 +232,14 @@ class _Process:
             os._exit(1)
         self._shutdown.set()
 
+    def _end(self) -> None:
+        assert self._shutdown is not None
+        self._shutdown.set()
+
+    def _supervisor_lost(self) -> None:
+        """Look for the next one at once."""
+        self._mesh.lost(self._mesh.supervisor)
+
     def _beat(self) -> None:
         self._say_beat()
         self._mesh.call_later(BEAT_S, self._beat)
@@ -252,6 +262,8 @@ class _Process:
             if message.handover:
                 self._app.on_message(peer, message)
             self._shutdown.set()
+        elif type(message) is control.Supervised:
+            self._orphan.supervised(message)
         elif type(message) is RecordTimeline:
             self._mesh.timeline.begin(message.number)
             self._mesh.call_later(message.seconds, self._tell_timeline, message.number)

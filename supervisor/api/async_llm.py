@@ -24,9 +24,9 @@ from meshlm.supervisor.errors import StartError
 
 
 class _Online(LLM):
-    """With the settings of `meshlm serve`: requests come one by one, and somebody reads along."""
+    """With the settings of `meshlm serve`: requests come one by one, and somebody reads along. It ends with the program, though."""
 
-    _settings: ClassVar[dict[str, Any]] = {}
+    _settings: ClassVar[dict[str, Any]] = {"orphan_grace": 0}
 
 
 class AsyncLLM:

@@ -47,7 +47,13 @@ if TYPE_CHECKING:
 
 Messages = Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]]
 # Work comes at once, nothing idles then, and nobody reads along.
-OFFLINE = {"standby_roles": ["none"], "cudagraph_capture": "start", "prefill_pace": "full", "max_waiting": 1 << 30}
+OFFLINE = {
+    "standby_roles": ["none"],
+    "orphan_grace": 0,
+    "cudagraph_capture": "start",
+    "prefill_pace": "full",
+    "max_waiting": 1 << 30,
+}
 
 
 class LLM:

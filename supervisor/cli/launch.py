@@ -1,15 +1,17 @@
 """`meshlm launch ROLE`: one more process for a mesh that runs on this host; `meshlm launch render`: a mesh without a model.
 
 A process takes the mesh's own configuration, joins through the coordinator and runs in the foreground; the supervisor does not
-restart it. It ends with this command, and with the mesh. A mesh that renders has HTTP and text processes alone: templates and tokens,
-there and back (frontend/rendering), with the flags of `meshlm serve` and on any computer.
+restart it. It ends with this command, and with the mesh, but outlives the supervisor as others do. A mesh that renders has HTTP and
+text processes alone: templates and tokens, there and back (frontend/rendering), with the flags of `meshlm serve` and on any computer.
 """
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import socket
 import time
+from pathlib import Path
 
 import msgspec
 
@@ -18,10 +20,11 @@ from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process.streams import complain, json_from_here
 from meshlm.supervisor import control
 from meshlm.supervisor.cli import serve, status
-from meshlm.supervisor.errors import UsageError
-from meshlm.supervisor.processes import children
+from meshlm.supervisor.errors import StartError, UsageError
+from meshlm.supervisor.processes import children, state_file
 from meshlm.supervisor.settings import flags
 
+AGAIN_S = 0.2  # until the next supervisor is asked again
 ROLES = (Role.FRONTEND, Role.DETOKENIZER)
 """Roles that may be added while a mesh runs; schedulers and workers come in whole ranks."""
 
@@ -51,10 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     mesh, identity, config = control.attach(run_dir, Role(arguments.role), arguments.index)
     if config.run.log_format == "json":
         json_from_here("launch")
-    return asyncio.run(_run(identity, mesh, config))
+    return asyncio.run(_run(identity, mesh, config, run_dir))
 
 
-async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> int:
+async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig, run_dir: Path) -> int:
     """Waits until the process ends, by itself or by a signal, or the mesh does. Gives its exit code, 1 after a signal."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
@@ -63,12 +66,31 @@ async def _run(identity: Identity, mesh: socket.socket, config: MeshConfig) -> i
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, child.send_signal, signal.SIGTERM)
 
-    def mesh_has_ended() -> None:
-        loop.remove_reader(mesh)
+    following = asyncio.create_task(_follow(mesh, identity, run_dir, config.run.orphan_grace))
+
+    def mesh_has_ended(_: object) -> None:
         if not ended.done():
             complain(f"meshlm: the mesh has ended, and so does {identity}")
             child.kill()
 
-    loop.add_reader(mesh, mesh_has_ended)
+    following.add_done_callback(mesh_has_ended)
     code = await ended
+    following.cancel()
     return code if code >= 0 else 1
+
+
+async def _follow(mesh: socket.socket, identity: Identity, run_dir: Path, grace_s: float) -> None:
+    """Return when the mesh has ended. Where its supervisor alone has died the next one is told of the place."""
+    loop = asyncio.get_running_loop()
+    link: socket.socket | None = mesh
+    while link is not None:
+        link.setblocking(False)
+        with contextlib.suppress(OSError):
+            await loop.sock_recv(link, 1)  # it says no more: that is its end
+        link.close()
+        until, link = loop.time() + grace_s, None
+        while link is None and loop.time() < until and await asyncio.to_thread(state_file.has_orphans, run_dir):
+            try:
+                link, _, _ = await asyncio.to_thread(control.attach, run_dir, identity.role, identity.index)
+            except StartError:
+                await asyncio.sleep(AGAIN_S)

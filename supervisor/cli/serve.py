@@ -18,13 +18,15 @@ from meshlm.protocol.wire.ids import Identity, Role
 from meshlm.runtime import tls
 from meshlm.runtime.api_keys import KeyFileError, read_file
 from meshlm.runtime.process import logs, streams
-from meshlm.supervisor import io
+from meshlm.supervisor import io, taking_over
 from meshlm.supervisor.cli import plan
 from meshlm.supervisor.cli.display import StartDisplay
 from meshlm.supervisor.errors import UsageError, raised_as
+from meshlm.supervisor.group.succession import MeshState
 from meshlm.supervisor.nodes import joining
-from meshlm.supervisor.processes import rundir
+from meshlm.supervisor.processes import rundir, state_file
 from meshlm.supervisor.settings import addresses, flag_rules, flags, node_rules, placement, resolve, rules, vllm_env
+from meshlm.supervisor.succession import Succession
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -81,11 +83,32 @@ def of_the_head(config: MeshConfig) -> str:
 def run_mesh(config: MeshConfig, *, renders_only: bool = False) -> int:
     """Runs all processes of this node until they end; of a mesh that only renders, those that need no model."""
     node_rules.check_nodes(config)
-    resolve.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
+    path = run_dir(config)
+    if state_file.has_orphans(path):
+        with rundir.taken_over(path) as left:
+            run_left(taking_over.checked(left, config, path, renders_only=renders_only), config)
+    else:
+        resolve.fitting(lambda at_most: _run_mesh(config, renders_only, at_most))
     return 0
 
 
+def run_left(left: MeshState, given: MeshConfig, *, end: bool = False) -> None:
+    """Runs the processes that another supervisor left, until they end; `end`: they are to do so at once. The keys are those of `given`.
+    The run directory is locked."""
+    setproctitle.setproctitle("meshlm: supervisor")
+    config = state_file.with_keys_of(left.config, given)
+    with resolve.claim_again(config.server.address, config.server.port):
+        me, succession = Identity(Role.SUPERVISOR), Succession(left.asked, left)
+        logs.configure(config.run, identity=me)
+        logs.keep(Path(config.run.run_dir), me, succession.incarnation)
+        display = StartDisplay(process="supervisor" if config.run.log_format == "json" else None)
+        display.line(taking_over.said(left))
+        limit_s = config.run.drain_timeout if end else taking_over.drain_s(left, time.time())
+        uvloop.run(_serve(config, display, succession, limit_s))
+
+
 def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> None:
+    asked = config
     setproctitle.setproctitle("meshlm: supervisor")  # a key among the arguments is nobody's business in `ps`
     headless = config.network.headless
     with contextlib.nullcontext() if headless else resolve.claim_port(config.server.address, config.server.port):
@@ -107,7 +130,8 @@ def _run_mesh(config: MeshConfig, renders_only: bool, at_most: int | None) -> No
             config = addresses.with_node(config)
             if headless:
                 joining.wait_for_head(config, until, display)
-            uvloop.run(_serve(config, display))
+            outlived = config.node is None and config.run.orphan_grace
+            uvloop.run(_serve(config, display, Succession(asked if outlived else None)))
 
 
 def with_keys(config: MeshConfig) -> MeshConfig:
@@ -143,8 +167,11 @@ def run_dir(config: MeshConfig) -> Path:
     return base / (f"node-{placement.node_index(config)}" if config.network.headless else str(config.server.port))
 
 
-async def _serve(config: MeshConfig, display: StartDisplay) -> None:
-    supervisor = io.Supervisor(config, placement.identities(config), display)
+async def _serve(
+    config: MeshConfig, display: StartDisplay, succession: Succession, stops_in_s: float | None = None
+) -> None:
+    """`stops_in_s`: what is taken over is to end, with so long for the requests that run."""
+    supervisor = io.Supervisor(config, placement.identities(config), display, succession)
     loop = asyncio.get_running_loop()
     stopping = 0
 
@@ -161,19 +188,26 @@ async def _serve(config: MeshConfig, display: StartDisplay) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # `nohup` has it ignored
             loop.add_signal_handler(number, on_signal)
-    of = config.require_resolved()
-    exact = ", deterministic" if supervisor.config.worker.deterministic else ""
-    display.line(f"starting {of.served_names[0]} on {of.device} in {of.dtype}{exact}{_instead_of_text(of)}")
+    if succession.left is None:
+        _say_start(config, display)
     try:
         await supervisor.start()
-        announce = loop.create_task(_announce(supervisor, display))
+        if stops_in_s is not None:
+            supervisor.stop(stops_in_s)
+        announce = loop.create_task(_announce(supervisor, display, is_successor=succession.left is not None))
         await supervisor.ended
         announce.cancel()
     finally:
         await supervisor.close()
 
 
-async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
+def _say_start(config: MeshConfig, display: StartDisplay) -> None:
+    of = config.require_resolved()
+    exact = ", deterministic" if config.worker.deterministic else ""
+    display.line(f"starting {of.served_names[0]} on {of.device} in {of.dtype}{exact}{_instead_of_text(of)}")
+
+
+async def _announce(supervisor: io.Supervisor, display: StartDisplay, *, is_successor: bool) -> None:
     await supervisor.ready.wait()
     if supervisor.config.network.headless:
         display.line(f"ready: this node serves for {supervisor.config.network.join}   (Ctrl-C stops)")
@@ -183,6 +217,9 @@ async def _announce(supervisor: io.Supervisor, display: StartDisplay) -> None:
     host = f"[{host}]" if ":" in host else host
     scheme = "https" if server.ssl_certfile else "http"
     address = f"{host}:{server.port} (gRPC)" if server.grpc else f"{scheme}://{host}:{server.port}/v1"
+    if is_successor:
+        display.line(f"ready: {address}   (kill {os.getpid()} stops)")
+        return
     if not server.has_keys:
         display.line(*_who_reaches(server))
     if not server.has_api_keys and "*" in server.cors_origins:

@@ -29,6 +29,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 STEADY_S = 3.0  # a process that was ready for so long died of something new: no backoff
 START_STALLS = 6  # a process that starts is given so many times the silence (imports and loading hold the loop)
+UNSEEN_END = -256  # the exit code of a process that was another supervisor's child: its parent alone is told that
 ASLEEP_S = 1.0  # between two ticks: the supervisor itself did not run, and heard nobody
 
 
@@ -158,6 +159,22 @@ class Group:
                 added.on_trial = False
             return [events.Changed()]
         return []
+
+    def adopt(self, process: Process, now: float) -> None:
+        """Have a process that another supervisor left (succession.py): it may be gone, of which Exited tells, or says that it is ready.
+        A mesh is left to others once all were ready."""
+        self.was_ready = self._serves = True
+        self._started_at = self._ticked_at = now
+        self.processes[process.identity] = process
+
+    @property
+    def last_incarnation(self) -> int:
+        """Of those that were given out."""
+        return self._last_incarnation
+
+    def skip_incarnations(self, last: int) -> None:
+        """Another supervisor has given out those up to this one."""
+        self._last_incarnation = max(self._last_incarnation, last)
 
     # --- processes that come and go ---
 
@@ -346,6 +363,8 @@ class Group:
 
 def exit_text(code: int) -> str:
     """'exit code 1' or 'signal 9'. Model files are mapped: whoever reads one that has become shorter is ended by SIGBUS."""
+    if code == UNSEEN_END:
+        return "how is not known: the supervisor that had started it died before"
     if code == -signal.SIGBUS:
         return f"signal {-code}: a mapped file, of weights or a vocabulary say, was cut short while it was read"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

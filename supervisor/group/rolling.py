@@ -261,7 +261,8 @@ class Rolling:
     def check(self) -> None:
         """AssertionError when the state contradicts itself."""
         self.group.check()
-        spares = [identity for identity in self.group.processes if identity.index >= SPARE_INDEX]
+        there = self.group.processes.values()
+        spares = [one.identity for one in there if one.identity.index >= SPARE_INDEX and one.leaves_at is None]
         step = self._step
         if not self.group.stopping and not self.group.gave_up:
             stopping = (p for p in self.group.processes.values() if p.state is State.STOPPING)

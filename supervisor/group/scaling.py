@@ -82,6 +82,16 @@ class Scaling:
         removed = tuple(identity for identity in old if identity not in new)
         return Change(after, added, removed, float(drain_s))
 
+    def under_way(self) -> tuple[str, MeshConfig, MeshConfig] | None:
+        """A change that has not ended: in words, the configuration before it, and the one that has all ranks that are there."""
+        return (
+            (self.doing, self._before, self._config) if self._before is not None and self._config is not None else None
+        )
+
+    def go_on(self, doing: str, before: MeshConfig, with_all: MeshConfig) -> None:
+        """With a change that another supervisor began."""
+        self.doing, self._before, self._config = doing, before, with_all
+
     def end(self, failure: str) -> MeshConfig | None:
         """The change is done, or undone; the configuration before it."""
         self.doing, self.failed = "", failure

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime import platforms
-from meshlm.runtime.process.streams import as_json, forgiving
 from meshlm.supervisor.errors import StartError
-from meshlm.supervisor.processes import rundir
+from meshlm.supervisor.processes import proc_stat, rundir
+from meshlm.supervisor.processes.child_text import ChildText
 from meshlm.supervisor.settings.vllm_env import ADMIN_API_KEYS, API_KEYS
 
 FOLDER = {
@@ -89,9 +89,6 @@ def variables_of(role: Role, config: MeshConfig, ours: Variables, of_workers: Va
     return environment
 
 
-MAX_LINE_BYTES = 64 << 10
-
-
 class Child:
     """One incarnation of one process. A `standby` loads, says so, and begins when it is given its turn. The socket for that stays open
     as long as it lives: it may have its turn before it has said anything."""
@@ -111,8 +108,7 @@ class Child:
         self.loaded = False  # of a standby: it waits for its turn
         self.started_s = time.time()
         self._turn: socket.socket | None = None
-        self._text = -1  # with --log-format json, the end of a pipe: what it writes to stdout and stderr
-        self._begun = b""  # a line of it
+        self._text: ChildText | None = None
         environment = variables_of(identity.role, config, os.environ, of_workers or {})
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_error:
             theirs.callback(os.close, config_fd := config_file(config, identity.role))
@@ -123,10 +119,10 @@ class Child:
                 descriptors["--standby"] = theirs.enter_context(turn).fileno()
             text: int | None = None
             if config.run.log_format == "json":
-                self._text, text = os.pipe()
+                ours, text = os.pipe()
                 theirs.callback(os.close, text)
-                on_error.callback(os.close, self._text)
-                os.set_blocking(self._text, False)
+                self._text = ChildText(ours, lambda: str(self.identity))
+                on_error.callback(self._text.close)
                 theirs.callback(os.close, log_fd := os.dup(2))
                 descriptors["--log-fd"] = log_fd
             self._process = subprocess.Popen(
@@ -157,40 +153,14 @@ class Child:
             if self._turn is not None:
                 loop.remove_reader(self._turn)
                 self._turn.close()
-            if self._text >= 0:
-                self._read_text(loop)
-                self._end_text(loop)
+            if self._text is not None:
+                self._text.read(loop)
+                self._text.end(loop)
             on_exit(self, self._process.wait())
 
         loop.add_reader(self._pidfd, gone)
-        if self._text >= 0:
-            loop.add_reader(self._text, self._read_text, loop)
-
-    def _read_text(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            data = os.read(self._text, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            self._end_text(loop)
-            return
-        *lines, self._begun = (self._begun + data).split(b"\n")
-        if len(self._begun) > MAX_LINE_BYTES:
-            lines, self._begun = [*lines, self._begun], b""
-        self._pass_on(lines)
-
-    def _end_text(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._text >= 0:
-            loop.remove_reader(self._text)
-            os.close(self._text)
-            self._text = -1
-            self._pass_on([self._begun])
-
-    def _pass_on(self, lines: Iterable[bytes]) -> None:
-        out = forgiving(sys.stderr)
-        for line in filter(bytes.strip, lines):
-            out.write(as_json(line.decode("utf-8", "replace"), str(self.identity)))
-        out.flush()
+        if self._text is not None:
+            self._text.watch(loop)
 
     def when_loaded(self, loop: asyncio.AbstractEventLoop, on_loaded: Callable[["Child"], None]) -> None:
         """Has a standby call on_loaded(self) once. When it ends before, on_exit comes instead."""
@@ -227,11 +197,10 @@ class Child:
 
     def is_stopped(self) -> bool:
         """Whether the process is stopped, by SIGSTOP or a terminal."""
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        except OSError:
+        found = proc_stat.of(self.pid)
+        if found is None:
             self.kill()
-            return False
+        return found is not None and found.state == "T"
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

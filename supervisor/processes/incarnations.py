@@ -20,6 +20,8 @@ from meshlm.protocol.edges.control import Died
 from meshlm.protocol.wire.ids import Identity, Incarnation, Role
 from meshlm.runtime.process import black_box, in_hand
 from meshlm.supervisor.group import core, events, rolling
+from meshlm.supervisor.group.succession import Place
+from meshlm.supervisor.processes.adopted import Adopted
 from meshlm.supervisor.processes.children import Child
 
 STACKS_S = 0.2  # that a stuck process has for writing its stacks
@@ -33,7 +35,7 @@ class Incarnations:
     def __init__(self, config: Callable[[], MeshConfig], do: Callable[[rolling.Event], None]) -> None:
         self._config, self._do = config, do
         self._loop = asyncio.get_running_loop()
-        self._children: dict[Identity, Child] = {}
+        self._children: dict[Identity, Child | Adopted] = {}
         self.environment: dict[str, str] = {}  # variables of workers
         self.ends: dict[Identity, str] = {}  # how the last incarnation of each has ended
         self.left: dict[Identity, in_hand.Left] = {}  # ... and which requests it had
@@ -41,12 +43,25 @@ class Incarnations:
         self._had: set[Identity] = set()  # places that have had an incarnation
         self._warm: dict[Role, Child] = {}
         self._warm_at: dict[Role, float] = {}  # not before
-        self._alive: set[Child] = set()  # all, those too that have lost their place
+        self._alive: set[Child | Adopted] = set()  # all, those too that have lost their place
         self._all_gone = asyncio.Event()
         self._ending = False
 
-    def of(self, identity: Identity) -> Child | None:
+    def of(self, identity: Identity) -> Child | Adopted | None:
         return self._children.get(identity)
+
+    def adopt(self, place: Place) -> None:
+        """Watch over a process that another supervisor started; the group hears a moment later where that has ended meanwhile."""
+        self._had.add(place.identity)
+        try:
+            child = Adopted(place, has_pipe=self._config().run.log_format == "json")
+        except OSError:
+            self.ends[place.identity] = core.exit_text(core.UNSEEN_END)
+            self._loop.call_soon(self._lost, place.identity, place.incarnation, core.UNSEEN_END)
+            return
+        self._children[place.identity] = child
+        self._alive.add(child)
+        child.watch(self._loop, self._exited)
 
     def pids(self) -> dict[Identity, int]:
         return {identity: child.pid for identity, child in self._children.items()}
@@ -166,7 +181,7 @@ class Incarnations:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_gone.wait(), limit_s)
 
-    def _exited(self, child: Child, code: int) -> None:
+    def _exited(self, child: Child | Adopted, code: int) -> None:
         self._alive.discard(child)
         if not self._alive:
             self._all_gone.set()
@@ -183,12 +198,15 @@ class Incarnations:
         if self._children.get(child.identity) is child:
             del self._children[child.identity]
             self.ends[child.identity] = core.exit_text(code)
-        box = black_box.path_of(Path(self._config().run.run_dir), child.identity)
-        self.left[child.identity] = left = in_hand.left_by(box, child.incarnation)
+        self._lost(child.identity, child.incarnation, code)
+
+    def _lost(self, identity: Identity, incarnation: Incarnation, code: int) -> None:
+        """Tell the group of an end, with what the process had in hand."""
+        box = black_box.path_of(Path(self._config().run.run_dir), identity)
+        self.left[identity] = left = in_hand.left_by(box, incarnation)
         # Its last words may still be in the inbox: let the loop read them first.
         has_requests = bool(left.num_requests or left.in_hand)
-        exited = events.Exited(child.identity, child.incarnation, code, has_requests=has_requests)
-        self._loop.call_soon(self._tell, exited)
+        self._loop.call_soon(self._tell, events.Exited(identity, incarnation, code, has_requests=has_requests))
 
 
 MAX_IN_HAND = 64

@@ -21,6 +21,7 @@ from meshlm.supervisor.group.scaling import Scaling
 from meshlm.supervisor.nodes.network import Guest, Head
 from meshlm.supervisor.processes.children import Child
 from meshlm.supervisor.processes.incarnations import Incarnations
+from meshlm.supervisor.processes.spare import Spare
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 STANDBYS_S = 5.0  # the memory of standbys is read anew so often
@@ -37,6 +38,7 @@ def mesh_status(
     *,
     was_ready: bool,
     now: float,
+    spares: Iterable[Spare] = (),
 ) -> MeshStatus:
     """The supervisor first, then this host's, then other nodes'. `now` is of the group's clock; `beats` came last from each of this
     host's processes, and `sent` is the supervisor's own."""
@@ -49,7 +51,8 @@ def mesh_status(
         for one in processes
     ]
     rows += network.rows() if network is not None else []
-    standbys = [_standby(child, host) for child in incarnations.standbys()]
+    loaded: list[Child | Spare] = [*incarnations.standbys(), *spares]
+    standbys = [_standby(child, host) for child in loaded]
     standbys += network.standbys() if network is not None else []
     missing = network.missing() if network is not None else ""
     resolved = config.resolved
@@ -111,7 +114,7 @@ def _child(process: Process, pid: int, host: str, now: float, beat: Heartbeat | 
     )
 
 
-def _standby(child: Child, host: str) -> StandbyStatus:
+def _standby(child: Child | Spare, host: str) -> StandbyStatus:
     return StandbyStatus(
         role=child.identity.role.value,
         pid=child.pid,

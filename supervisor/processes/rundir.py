@@ -19,8 +19,9 @@ from meshlm.protocol.wire.ids import Identity
 from meshlm.runtime.model_files import received
 from meshlm.runtime.process.black_box import BEFORE, SUFFIX
 from meshlm.runtime.process.streams import complain
-from meshlm.supervisor.errors import StartError, raised_as
-from meshlm.supervisor.processes import shared_folders
+from meshlm.supervisor.errors import StartError, StillRuns, raised_as
+from meshlm.supervisor.group.succession import MeshState
+from meshlm.supervisor.processes import shared_folders, state_file
 
 STATUS_SOCKET = "status.sock"
 LLM_PREFIX = "llm-"  # of the run directories of meshes that no command is for
@@ -52,8 +53,7 @@ def taken(wanted: Path) -> Iterator[Path]:
         directory = _locked(path)
         if weak := ", ".join(_open_to_all(path)):
             complain(f"meshlm: other users can replace the run directory {path}: they can write in {weak}", "warning")
-    failed = False
-    try:
+    with _left_empty(path, directory, made=made):
         try:
             _empty(directory)
             received.remove(path)
@@ -61,20 +61,44 @@ def taken(wanted: Path) -> Iterator[Path]:
             raise StartError(f"--run-dir {wanted}: {error.filename}: {error.strerror}") from None
         shared_folders.remove_dead()
         shared_folders.remove(path)
-        failed = True
         yield path
+
+
+@contextlib.contextmanager
+def taken_over(path: Path, directory: int = -1) -> Iterator[MeshState | None]:
+    """The run directory of a mesh whose supervisor died, with all that is in it, locked; and what that supervisor left, None where it
+    had ended the mesh or this version cannot read it. In the end as `taken`. `directory`: a descriptor of it that is locked already."""
+    if directory < 0:
+        with raised_as(StartError, OSError, of=f"--run-dir {path}"):
+            directory = _locked(private(path))
+    made = path.parent == base_dir(os.environ)
+    with _left_empty(path, directory, made=made):
+        yield state_file.read(path)
+
+
+@contextlib.contextmanager
+def _left_empty(path: Path, directory: int, *, made: bool) -> Iterator[None]:
+    """In the end what is in the locked directory is removed, unless the mesh in it is another one's to take over."""
+    failed = True
+    try:
+        yield
         failed = False
+    except StillRuns:
+        os.close(directory)
+        directory = -1
+        raise
     except (SystemExit, KeyboardInterrupt) as stop:
         failed = isinstance(stop, SystemExit) and bool(stop.code)  # who stops a start knows why
         raise
     finally:
-        shared_folders.remove(path)
-        with contextlib.suppress(OSError):  # the next start says what is wrong there
-            received.remove(path)
-            _empty(directory, keep_stacks=True, keep_events=failed)
-            if made:
-                path.rmdir()
-        os.close(directory)
+        if directory >= 0:
+            shared_folders.remove(path)
+            with contextlib.suppress(OSError):  # the next start says what is wrong there
+                received.remove(path)
+                _empty(directory, keep_stacks=True, keep_events=failed)
+                if made:
+                    path.rmdir()
+            os.close(directory)
 
 
 def private(wanted: Path) -> Path:
@@ -166,12 +190,15 @@ def _empty(directory: int, *, keep_stacks: bool = False, keep_events: bool = Fal
 
 
 def remove_dead(base: Path) -> None:
-    """Remove the run directories below `base` in which no mesh runs any more; those in use are locked."""
+    """Remove the run directories below `base` in which no mesh runs any more; those in use are locked, or have processes whose
+    supervisor died."""
     for path in _private_in(base):
         with contextlib.suppress(OSError):
             directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if state_file.has_orphans(path):
+                    continue
                 _empty(directory)
                 received.remove(path)
                 path.rmdir()

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from meshlm.runtime.process import shared_memory
+from meshlm.supervisor.processes import state_file
 
 OWNER = "run_dir"  # the file in such a folder that names the run directory of its mesh
 
@@ -28,7 +29,9 @@ def remove_dead() -> None:
 
 
 def _runs(run_dir: Path) -> bool:
-    """Whether a mesh has this run directory: it is locked as long as the mesh runs (rundir.py)."""
+    """Whether a mesh has this run directory: it is locked as long as the mesh runs (rundir.py), or its supervisor alone has died."""
+    if state_file.has_orphans(run_dir):
+        return True
     try:
         directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

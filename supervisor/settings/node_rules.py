@@ -7,7 +7,7 @@ from collections.abc import Container
 
 from msgspec.structs import replace
 
-from meshlm.protocol.config import MeshConfig, ParallelConfig, log_levels
+from meshlm.protocol.config import MeshConfig, ParallelConfig, RunConfig, log_levels
 from meshlm.runtime.mesh import keys, tcp
 from meshlm.supervisor.settings import addresses
 from meshlm.supervisor.settings.placement import local_ranks, settled
@@ -31,6 +31,11 @@ def _nodes(given: MeshConfig, *, python: bool) -> Rules:
     of_serve = "`meshlm serve` starts the nodes of a mesh; from Python it has one node"
     yield python and given.network.headless, "headless", of_serve
     yield python and given.network.join, "join", of_serve
+    waits = given.run.orphan_grace not in (0, RunConfig().orphan_grace)
+    yield waits and python, "orphan_grace", "from Python processes end with the program, so only 0 is true"
+    nodes = given.network.listen or given.network.join
+    why = "the processes of each node of several end with its supervisor, so only 0 is true"
+    yield waits and nodes, f"--orphan-grace {given.run.orphan_grace:g}", why
     yield from _processes(given)
     c = settled(given)
     network, p = c.network, c.parallel

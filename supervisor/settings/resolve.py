@@ -283,11 +283,29 @@ def claim_port(host: str, port: int) -> contextlib.ExitStack:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address, port))
-        held = claims.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind((address, port))
+        claims.enter_context(_beside_frontends(family, address, port))
         return claims.pop_all()
+
+
+def claim_again(host: str, port: int) -> contextlib.ExitStack:
+    """Hold the port of a mesh that is taken over: its frontends have it. Where somebody is quicker for a moment they keep it alone."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    address = host or "0.0.0.0"
+    with contextlib.ExitStack() as claims:
+        with contextlib.suppress(OSError):
+            name = claims.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            name.bind(f"\0meshlm-{os.getuid()}-{address}-{port}")
+            claims.enter_context(_beside_frontends(family, address, port))
+        return claims.pop_all()
+
+
+def _beside_frontends(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+    """A bound socket, which lets our frontends in beside it."""
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    held.bind((address, port))
+    return held
 
 
 T = TypeVar("T")

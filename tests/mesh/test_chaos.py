@@ -58,8 +58,9 @@ def runs(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_the_supervisors_death_ends_everything(number: signal.Signals) -> None:
-    """Within two seconds, while requests run, with an exit code that is not 0."""
-    with serving("--device", "fake", "--fake-step-ms", "20", "--max-model-len", "4096") as server:
+    """With --orphan-grace 0: within two seconds, while requests run, with an exit code that is not 0."""
+    flags = ("--device", "fake", "--fake-step-ms", "20", "--max-model-len", "4096", "--orphan-grace", "0")
+    with serving(*flags) as server:
         mine = children(server)
         body = {"prompt": [300], "max_tokens": 2000, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as answer:

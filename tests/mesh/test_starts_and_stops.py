@@ -58,7 +58,7 @@ def test_auto_starts_again_with_what_fits(flags: str) -> None:
 
 def test_the_supervisor_takes_all_with_it() -> None:
     """Those too that a command has added. What it leaves in its directory holds no key."""
-    with serving("--device", "fake", "--api-key", "secret-9") as server:
+    with serving("--device", "fake", "--api-key", "secret-9", "--orphan-grace", "0") as server:
         command = [MESHLM, "launch", "detokenizer", "--run-dir", server.run_dir]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as launched:
             added = Path(server.run_dir, "detokenizer-1.sock")

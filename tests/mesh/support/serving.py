@@ -13,9 +13,12 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+import psutil
 from waiting import free_port
 
 from meshlm.supervisor import control
+from meshlm.supervisor.errors import StartError
+from meshlm.supervisor.processes import state_file
 
 MESHLM = str(Path(sys.executable).parent / "meshlm")
 START_LIMIT_S = 90
@@ -84,6 +87,16 @@ class Serving:
     def pid(self, role: str) -> int:
         return next(int(p["pid"]) for p in self.status()["processes"] if p["role"] == role)
 
+    def end_successor(self) -> None:
+        """Of a mesh whose supervisor was killed: whoever followed it, and all the others."""
+        with contextlib.suppress(StartError):
+            supervisor = psutil.Process(self.pid("supervisor"))
+            supervisor.terminate()
+            psutil.wait_procs([supervisor], timeout=30)
+        outline = state_file.outline(Path(self.run_dir))
+        for pid in outline.alive if outline is not None else ():
+            os.kill(pid, signal.SIGKILL)
+
     def stop(self) -> int:
         """End in good order; the exit code."""
         if self.process.poll() is None:
@@ -92,6 +105,7 @@ class Serving:
             return self.process.wait(timeout=30)
         finally:
             self.process.kill()
+            self.end_successor()
             self._reader.join(timeout=5)
             assert self.process.stderr is not None
             self.process.stderr.close()

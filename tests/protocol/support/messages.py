@@ -300,6 +300,7 @@ FULL: tuple[Struct, ...] = (
     control.Died(SCHEDULER, LIFE, ("cmpl-a-0",)),
     control.SetRanks(4),
     control.Shutdown(30.0, True),
+    control.Supervised(4711, 30.0),
     control.Refuse(True),
     control.ChangeSettings({"log_level": "info,worker=debug", "max_waiting": 7}),
     control.ScaleRanks("4f", 3, 20.0),
