@@ -41,6 +41,8 @@ _FAMILIES = {
     "Glm4vMoeForConditionalGeneration": _Family(151363, (8, 12, 12)),
     "Glm46VForConditionalGeneration": _Family(151343, (8, 12, 12)),
     "GlmOcrForConditionalGeneration": _Family(59280, (8, 12, 12)),
+    "Lfm2VlForConditionalGeneration": _Family(396),
+    "PaddleOCRVLForConditionalGeneration": _Family(100295, (16, 24, 24)),
     "Llama4ForConditionalGeneration": _Family(200092),
     "DeepseekVLForConditionalGeneration": _Family(100015),
     "Cohere2VisionForConditionalGeneration": _Family(255036),

@@ -30,6 +30,11 @@ _KINDS = {
     "llama4_text": ("Llama4ForCausalLM", "llama4_text"),
     "cohere": ("CohereForCausalLM", "cohere"),
     "cohere2": ("Cohere2ForCausalLM", "cohere2"),
+    "lfm2": ("Lfm2ForCausalLM", "lfm2"),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "lfm2_moe"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gpt_oss": ("GptOssForCausalLM", "gpt_oss"),
+    "paddleocr_vl_text": ("LlamaForCausalLM", "llama"),
     "glm4v_text": ("Glm4ForCausalLM", "glm4"),
     "glm_ocr_text": ("Glm4ForCausalLM", "glm4"),
     "glm4v_moe_text": ("Glm4MoeForCausalLM", "glm4_moe"),
@@ -51,7 +56,8 @@ _ARCHITECTURES = pairs("""
     Qwen2_5OmniModel=qwen2_5_omni_text Glm4vForConditionalGeneration=glm4v_text
     Glm4vMoeForConditionalGeneration=glm4v_moe_text Glm46VForConditionalGeneration=glm4v_text
     GlmOcrForConditionalGeneration=glm_ocr_text DeepseekVLForConditionalGeneration=llama
-    Cohere2VisionForConditionalGeneration=cohere2
+    Cohere2VisionForConditionalGeneration=cohere2 Lfm2VlForConditionalGeneration=lfm2
+    PaddleOCRVLForConditionalGeneration=paddleocr_vl_text
 """)
 """Models that are served so, and the model_type that a text_config without one has."""
 _THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
@@ -61,6 +67,7 @@ _GLM: dict[str, Any] = {"partial_rotary_factor": 1.0, "head_dim": None, "rms_nor
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4v_text": _GLM | {"attention_bias": True},
     "glm_ocr_text": _GLM | {"attention_bias": False},
+    "paddleocr_vl_text": {"head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536},
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "gemma4_unified_text": {
@@ -73,11 +80,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _OTHER_KEYS = re.compile(
     r"(vision|audio|image|video|mm|projector|multimodal|multi_modal)_.*|spatial_merge_size|downsample_ratio|scale_factor"
     r"|downsample_factor|alignment_intermediate_size"
+    r"|(max|min)_(image_tokens|num_patches|tiles|pixels_tolerance)|do_image_splitting|encoder_patch_size|tile_size|use_thumbnail"
+    r"|use_image_special_tokens|tie_embedding"
     r"|(bo|eo)[ia]_token_index|ignore_index|text_config|architectures|model_type"
     r"|position_id_per_seconds|seconds_per_chunk|user_token_id"
 )
 _OTHER_TENSORS = re.compile(
-    r"(talker|token2wav)\..*|(thinker\.)?(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline|aligner)(\..*)?"
+    r"(talker|token2wav)\..*|(thinker\.)?(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio|connector|image_newline|aligner|projector|mlp_AR)(\..*)?"
 )
 _TEXT_TENSORS = re.compile(r"(?:thinker\.)?(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(?P<rest>.+)")
 

@@ -31,8 +31,8 @@ _NOT_NAMED = re.compile(
     r"^(?:thinker\.)?model\.|^thinker\.|(?<=vision_tower\.)vision_model\.|(?<=embed_vision\.)multimodal_embedder\."
 )
 """Files of some versions of transformers have these in the names of tensors, and others, or its modules, have not."""
-_OTHERWISE_NAMED = re.compile(r"^vision_embedder\.")
-"""In files; modules have `embed_vision.`."""
+_MODULES = {"vision_embedder": "embed_vision", "mlp_AR": "projector"}
+"""By the name that files have: the module's."""
 ENCODE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What transformers' code raises for tensors that are not a processor's."""
 
@@ -119,7 +119,8 @@ def _taken_by(method: Any) -> dict[str, bool]:
 
 def _slot(name: str) -> str:
     """The name of a tensor of a file or of a module, as both are called here."""
-    return _OTHERWISE_NAMED.sub("embed_vision.", _NOT_NAMED.sub("", name))
+    first, dot, rest = _NOT_NAMED.sub("", name).partition(".")
+    return f"{_MODULES.get(first, first)}{dot}{rest}"
 
 
 def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from interpreted_engine import interpreter, made_alone
-from media_models import CASES, LENGTH, Case, Seeing, picture
+from media_cases import CASES, Case
+from media_models import LENGTH, Seeing, picture
 from served_engines import Engines
 from serving_images import STEP, ask, behind
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from media_models import CASES, LENGTH, Seeing, picture
+from media_cases import CASES
+from media_models import LENGTH, Seeing, picture
 from msgspec.structs import replace
 from served_engines import Engines
 from serving_images import STEP, ask, behind

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from media_models import WORDS
+from media_processors import WORDS
 from msgspec.structs import replace
 from numpy.typing import NDArray
 from small_models import SMALL
