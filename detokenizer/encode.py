@@ -60,7 +60,8 @@ class Encoder:
             case ChatPrompt():
                 return self._ids(self.render(prompt), prompt.add_special_tokens)
             case MediaPrompt():
-                return self.encode(prompt.prompt)
+                media = find_extra(prompt.media, Media)
+                return self.encode(prompt.prompt) if media is None else self._with_media(prompt, media)[0]
             case PairPrompt():
                 return self._pair(prompt, None)[0]
             case edge.JoinedPrompt(parts=parts):

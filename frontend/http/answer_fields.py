@@ -41,7 +41,7 @@ OF_PROMPT = _table(
         "not supported; the prompt has token ids": "input_ids",
         _MEDIA: """
             mm_processor_kwargs media_io_kwargs image images image_data video_data audio_data
-            max_dynamic_patch min_dynamic_patch multi_modal_data
+            max_dynamic_patch min_dynamic_patch multi_modal_data multi_modal_uuids
         """,
         _TEMPLATE: "enable_thinking think thinking_config reasoning_mode disable_reasoning prompt_mode",
         "not supported; say it in a message": "safe_prompt guardrails personality",

@@ -48,8 +48,10 @@ class MessageRoutes:
             request, lambda _, raw: self._read(raw, schema.CountTokensRequest, counts=True)
         )
         self._backend.observer.ignored(parsed_request.unknown_fields, request.url.path)
-        question = Tokenize(self._backend.requests.new_handle(), parsed_request.mesh.prompts[0], False)
-        count = len((await self._reader.ask(request, question)).token_ids) // 4
+        mesh = parsed_request.mesh
+        async with self._generation.to_count(request, mesh.prompts[0], mesh.media) as prompt:
+            question = Tokenize(self._backend.requests.new_handle(), prompt, False)
+            count = len((await self._reader.ask(request, question)).token_ids) // 4
         return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
 
     def _read(self, raw: bytes, kind: type[schema.Conversation], *, counts: bool = False) -> tuple[ParsedRequest, str]:
@@ -59,9 +61,9 @@ class MessageRoutes:
         body, unknown = bodies.decode(raw, kind, check, self._reader.longest)
         server = self._backend.config.server
         with parse.renamed(NAMES):
-            chat = chat_request(body, server, sees=resolved.spec.media is not None and not counts)
+            chat = chat_request(body, server, sees=resolved.spec.media is not None)
             if counts:  # nothing is generated
                 chat, server = for_counting(chat, server)
-            parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server, media=not counts)
+            parsed_request = parse.chat(chat, (*unknown, *left_out(body)), resolved, server, media=True)
         named = parsed_request.with_answer(client_names={**NAMES, "prompt": "messages"})
         return named, self._reader.check_model(body.model)

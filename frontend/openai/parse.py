@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshlm.frontend.http.errors import HttpError, as_http, field_error
-from meshlm.frontend.openai import embeds, limits, reasoning, sampling_params, structured, tool_choice
+from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.openai import embeds, limits, media_data, reasoning, sampling_params, structured, tool_choice
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
-from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template
+from meshlm.frontend.openai.prompts import of_chat, of_completion, of_template, with_media
 from meshlm.frontend.openai.schema import MAX_SEQUENCES, ChatRequest, Common, CompletionRequest, StreamOptions
 from meshlm.frontend.openai.tool_choice import ToolChoice
 from meshlm.protocol.config import Resolved, ServerConfig
@@ -18,7 +18,6 @@ from meshlm.protocol.edges.text import MediaPrompt, Prompt, TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.grammar import Grammar, GrammarKind, ThinkingBudget
 from meshlm.protocol.samplers import breakers_of
-from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.parsers import budgets, registry
 
 
@@ -61,7 +60,9 @@ def completion(
         raise field_error("logprob_token_ids", "max_tokens 0 has no output token")
     asked = request.max_tokens or (1 if prompt_only else DEFAULT_COMPLETION_TOKENS)
     most = _at_most(resolved.max_output_tokens, asked)
-    mesh = MeshRequest(_prompts(request, resolved, server), max_tokens=most, num_choices=generated)
+    prompts = _prompts(request, resolved, server)
+    media = media_data.of_completion(request, len(prompts), resolved.spec.media)
+    mesh = MeshRequest(prompts, max_tokens=most, num_choices=generated, media=media)
     answer = AnswerOptions(
         num_returned=returned,
         echo=bool(request.echo),
@@ -159,15 +160,8 @@ def _conversation(
 ) -> tuple[Prompt, list[MediaSource]]:
     """The prompt of a chat, with the vectors that its messages have; and the sources of their media."""
     messages, vectors = embeds.of_chat(request, resolved, server)
-    sources = list[MediaSource]()
-    if media and resolved.spec.media is not None:
-        kwargs = request.mm_processor_kwargs
-        with as_http():
-            reading = media_parts.Reading(resolved.spec.media, msgspec.json.encode(kwargs) if kwargs else b"")
-            messages, sources = media_parts.of_messages(messages, reading)
-        _check_with_media(request, bool(sources), bool(vectors))
-    elif request.mm_processor_kwargs:
-        raise field_error("mm_processor_kwargs", "this model has no vision")
+    messages, sources = with_media(messages, request.mm_processor_kwargs, resolved.spec.media if media else None)
+    _check_with_media(request, bool(sources), bool(vectors))
     conversation = of_chat(
         messages,
         tool_choice.shown(choice, request, server),

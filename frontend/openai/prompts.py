@@ -8,14 +8,17 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from meshlm.frontend.http.errors import HttpError, field_error
+from meshlm.frontend.http.errors import HttpError, as_http, field_error
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.sampling_params import token_ids
 from meshlm.frontend.openai.schema import TokenizeRequest
 from meshlm.protocol.config import Resolved, ServerConfig
+from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.edges.text import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.columns import pack_i32
 from meshlm.runtime.errors import RequestError
+from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.mesh.messages import check_messages, check_template_kwargs, check_tools
 
 MAX_PROMPTS = 2048
@@ -141,15 +144,18 @@ def _json(field: str, value: Any) -> bytes:
         raise field_error(field, "nested too deeply") from None
 
 
-def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
-    """POST /tokenize."""
+def of_tokenize(
+    request: TokenizeRequest, server: ServerConfig, spec: MediaSpec | None
+) -> tuple[Prompt, list[MediaSource]]:
+    """POST /tokenize: the prompt, and the sources of its messages' media. spec: of a model that takes some."""
     if (request.prompt is None) == (request.messages is None):
         raise HttpError(400, "give either prompt or messages", "prompt")
     if request.prompt is not None:
-        return TextPrompt(request.prompt, request.add_special_tokens is not False)
+        return TextPrompt(request.prompt, request.add_special_tokens is not False), []
     assert request.messages is not None
-    return of_chat(
-        request.messages,
+    messages, media = with_media(request.messages, request.mm_processor_kwargs, spec)
+    conversation = of_chat(
+        messages,
         request.tools,
         request.chat_template,
         of_template(request.chat_template_kwargs or {}, server),
@@ -157,4 +163,20 @@ def of_tokenize(request: TokenizeRequest, server: ServerConfig) -> Prompt:
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens is True,
+        media=bool(media),
     )
+    return conversation, media
+
+
+def with_media(
+    messages: list[dict[str, Any]], kwargs: dict[str, Any] | None, spec: MediaSpec | None
+) -> tuple[list[dict[str, Any]], list[MediaSource]]:
+    """The messages as a template takes them, and the sources of their media. kwargs: the request's mm_processor_kwargs."""
+    if spec is None:
+        if kwargs:
+            raise field_error("mm_processor_kwargs", "this model has no vision")
+        return messages, []
+    with as_http():
+        return media_parts.of_messages(
+            messages, media_parts.Reading(spec, msgspec.json.encode(kwargs) if kwargs else b"")
+        )

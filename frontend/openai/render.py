@@ -35,6 +35,9 @@ def check(parsed_request: ParsedRequest) -> None:
         raise field_error("use_beam_search", "a search is many requests")
     if any(map(embeds.vectors_of, parsed_request.mesh.prompts)):
         raise field_error("prompt_embeds", "vectors cannot be rendered to token ids")
+    if parsed_request.mesh.media:
+        name = "messages" if parsed_request.answer.is_chat else "multi_modal_data"
+        raise field_error(name, "images cannot be rendered to token ids")
     if parsed_request.mesh.num_choices != parsed_request.answer.num_returned:
         raise field_error("best_of", "is chosen where the tokens are")
     if (grammar := find_extra(parsed_request.mesh.extras, Grammar)) is not None and grammar.begins_after:

@@ -155,6 +155,9 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: Logprobs | None = None
     suffix: str | None = None
+    multi_modal_data: dict[str, Any] | None = None  # by modality, a URL or a list of them
+    multi_modal_uuids: dict[str, Any] | None = None  # their names, in the same order
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -196,6 +199,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
 

@@ -22,7 +22,7 @@ from meshlm.frontend.http.errors import HttpError, as_http, field_error
 from meshlm.frontend.http.operation import REPLAY
 from meshlm.frontend.http.server import ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
-from meshlm.frontend.openai.parsed_request import ParsedRequest
+from meshlm.frontend.openai.parsed_request import MeshRequest, ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
 from meshlm.frontend.openai.responses import (
     AnswerHead,
@@ -42,7 +42,8 @@ from meshlm.frontend.requests.beams import Search
 from meshlm.frontend.requests.pacing import Interval, Pace, most_waiting
 from meshlm.frontend.requests.resolving import Resolving
 from meshlm.protocol.config import MeshConfig, Resolved
-from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, Submit
+from meshlm.protocol.edges.media import MediaSource
+from meshlm.protocol.edges.text import ChatPrompt, MediaPrompt, Prompt, Submit, TextPrompt, TokenPrompt
 from meshlm.protocol.extras import generates
 from meshlm.protocol.kv_transfer import transfer_of_id
 from meshlm.protocol.media import Media
@@ -139,13 +140,13 @@ class Generation:
             parsed_request = parsed_request.with_answer(is_recorded=False)
         if names := backend.resolved.logits_processors:
             await self._check_processors(names, parsed_request)
-        async with self._with_items(request, parsed_request, attaches) as parsed_request:
+        async with self._with_items(request, parsed_request, attaches=attaches) as parsed_request:
             with backend.requests.budget.open(parsed_request):
                 return await self._answered(request, read._replace(parsed_request=parsed_request), prefix, form)
 
     @contextlib.asynccontextmanager
     async def _with_items(
-        self, request: Request, parsed_request: ParsedRequest, attaches: bool
+        self, request: Request, parsed_request: ParsedRequest, *, attaches: bool = False
     ) -> AsyncIterator[ParsedRequest]:
         """The request with the items that the media process made of its images. It holds them to its end; where its client leaves
         and may come again (`attaches`), it runs on, and they are left to its detokenizer."""
@@ -154,7 +155,7 @@ class Generation:
             return
         held = await self._held(request, parsed_request)
         (prompt,) = parsed_request.mesh.prompts
-        assert isinstance(prompt, ChatPrompt)
+        assert isinstance(prompt, TextPrompt | TokenPrompt | ChatPrompt)
         end = held.release
         try:
             yield parsed_request.with_mesh(prompts=[MediaPrompt(prompt, (Media(held.items),))])
@@ -163,6 +164,16 @@ class Generation:
             raise
         finally:
             end()
+
+    @contextlib.asynccontextmanager
+    async def to_count(self, request: Request, prompt: Prompt, media: list[MediaSource]) -> AsyncIterator[Prompt]:
+        """A prompt whose tokens are asked for, with the items of its images."""
+        parsed_request = ParsedRequest(MeshRequest([prompt], media=media))
+        if media:
+            key = request.scope.get("meshlm.key", "")
+            parsed_request = submits.permitted(parsed_request, key, self._backend.config)
+        async with self._with_items(request, parsed_request) as found:
+            yield found.mesh.prompts[0]
 
     async def _held(self, request: Request, parsed_request: ParsedRequest) -> Held:
         """The items of its images, whose bytes are freed."""

@@ -101,7 +101,7 @@ def permitted(parsed_request: ParsedRequest, api_key: str, config: MeshConfig) -
         raise HttpError(404, NO_TEXTS if transcribes else NO_AUDIO)
     if parsed_request.mesh.media:
         with as_http():
-            check_count(parsed_request.mesh.media, config.media)
+            check_count(parsed_request.mesh.media, config.media, parsed_request.mesh.media[0].param)
     if parsed_request.mesh.priority and config.scheduler.scheduling_policy != "priority":
         raise field_error("priority", "requests wait in order of arrival (--scheduling-policy)")
     if parsed_request.mesh.deterministic and not config.worker.deterministic:

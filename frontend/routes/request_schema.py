@@ -29,6 +29,8 @@ _STRING: Json = {"type": "string"}
 _CHOICE: Json = {"type": "array", "items": _STRING, "minItems": 1, "maxItems": MAX_CHOICES_OF_TEXT}
 GOES_ON = ("input", "previous_response_id", "conversation")  # of which a body has one
 
+OF_MEDIA = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids")  # of a model that takes text alone, empty
+
 
 class Served(Struct, frozen=True):
     """The features of this server that the schema depends on."""
@@ -98,7 +100,7 @@ def refine(schemas: Json, served: Served) -> None:
             if not served.is_deterministic:
                 every["deterministic"] = {"enum": [False, None]}
             if not served.sees:
-                every["mm_processor_kwargs"] = {"enum": [{}, None]}
+                every |= {name: {"enum": [{}, None]} for name in OF_MEDIA}
             properties.update({field: schema for field, schema in every.items() if field in properties})
     if "ChatRequest" in schemas:
         text = "stream_options needs stream: true; top_logprobs and logprob_token_ids need logprobs: true."

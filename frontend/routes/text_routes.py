@@ -16,9 +16,11 @@ from meshlm.frontend.openai.response_fields import model_card
 from meshlm.frontend.rendering import schema as rendering
 from meshlm.frontend.requests.generation import Backend, Generation
 from meshlm.frontend.requests.request_reader import RequestReader
+from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.edges.text import Detokenize, Prompt, Tokenize
 from meshlm.protocol.wire.columns import pack_i32
 
+Asked = tuple[Prompt, list[MediaSource]]
 _PROBE = "For load balancers; needs no key."
 probe = partial(route, is_open=True, is_probe=True)
 text_route = partial(route, parameters=GENERATES, streams=True, group=Group.GENERATION)
@@ -42,22 +44,24 @@ class TextRoutes:
     @route("/tokenize", answers=responses.TokenizeResponse, body=schema.TokenizeRequest)
     async def tokenize(self, request: Request) -> HttpResponse:
         """The token ids of a prompt or of a conversation."""
-        body, unknown, prompt = await self._reader.read(request, self._tokenize)
+        body, unknown, (prompt, media) = await self._reader.read(request, self._tokenize)
         self._backend.observer.ignored(unknown, request.url.path)
-        question = Tokenize(self._backend.requests.new_handle(), prompt, bool(body.return_token_strs))
-        reply = await self._reader.ask(request, question)
+        async with self._generation.to_count(request, prompt, media) as whole:
+            question = Tokenize(self._backend.requests.new_handle(), whole, bool(body.return_token_strs))
+            reply = await self._reader.ask(request, question)
         ids = memoryview(reply.token_ids).cast("i").tolist()
         strings = list(reply.strings) if body.return_token_strs else None
         counts = {"count": len(ids), "max_model_len": reply.max_model_len}
         return json_response({**counts, "tokens": ids, "token_strs": strings})
 
-    def _tokenize(self, request: Request, raw: bytes) -> tuple[schema.TokenizeRequest, tuple[str, ...], Prompt]:
-        check = partial(limits.check_raw_texts, resolved=self._backend.resolved)
+    def _tokenize(self, request: Request, raw: bytes) -> tuple[schema.TokenizeRequest, tuple[str, ...], Asked]:
+        resolved = self._backend.resolved
+        check = partial(limits.check_raw_texts, resolved=resolved, vectors=resolved.spec.media is not None)
         body, unknown = bodies.decode(raw, schema.TokenizeRequest, check)
         self._reader.check_model(body.model)
-        prompt = prompts.of_tokenize(body, self._backend.config.server)
-        limits.check_prompt(prompt, False, self._backend.resolved)
-        return body, unknown, prompt
+        prompt, media = prompts.of_tokenize(body, self._backend.config.server, resolved.spec.media)
+        limits.check_prompt(prompt, False, resolved)
+        return body, unknown, (prompt, media)
 
     @route("/detokenize", "The text of token ids.", responses.DetokenizeResponse, schema.DetokenizeRequest)
     async def detokenize(self, request: Request) -> HttpResponse:

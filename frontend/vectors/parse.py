@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from meshlm.frontend.http.errors import HttpError, field_error
 from meshlm.frontend.openai import limits
 from meshlm.frontend.openai.parsed_request import AnswerOptions, MeshRequest, ParsedRequest
-from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template
+from meshlm.frontend.openai.prompts import MAX_PROMPTS, of_chat, of_ids, of_template, with_media
 from meshlm.frontend.vectors import schema
 from meshlm.protocol.config import MeshConfig, Resolved
+from meshlm.protocol.edges.media import MediaSource
 from meshlm.protocol.edges.text import PairPrompt, Prompt, TextParams, TextPrompt
 from meshlm.protocol.pool import Pool
 from meshlm.protocol.pooling import PoolingSpec, PoolingTask
@@ -53,12 +54,14 @@ def embeddings(body: schema.EncodingCommon, unknown: tuple[str, ...], config: Me
         raise field_error("normalize", "it is use_activation's older name, which says otherwise")
     dimensions = _dimensions("dimensions", body.dimensions, spec, task)
     pool = spec.pool(task, activation=activation, dimensions=dimensions)
-    return _asked(body, unknown, config, prompts_of(body, config), pool)
+    prompts, media = prompts_of(body, config)
+    return _asked(body, unknown, config, prompts, pool, media)
 
 
 def classification(body: schema.ClassificationRequest, unknown: tuple[str, ...], config: MeshConfig) -> ParsedRequest:
     task = spec_of(_resolved(config), "classify").pool("classify", activation=body.use_activation)
-    return _asked(body, unknown, config, prompts_of(body, config), task)
+    prompts, media = prompts_of(body, config)
+    return _asked(body, unknown, config, prompts, task, media)
 
 
 def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingTask) -> int:
@@ -78,8 +81,8 @@ def _dimensions(name: str, wanted: int | None, spec: PoolingSpec, task: PoolingT
     return wanted
 
 
-def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
-    """Texts, token ids or conversations."""
+def prompts_of(body: schema.InputCommon, config: MeshConfig) -> tuple[list[Prompt], list[MediaSource]]:
+    """Texts, token ids or conversations; and the sources of the media of one conversation."""
     resolved = _resolved(config)
     given, messages = body.input, body.messages
     if (given is None) == (messages is None):
@@ -87,7 +90,9 @@ def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
     if given is not None and not _is_chat(given):
         add_special = body.add_special_tokens is not False
         truncates = bool(body.truncate_prompt_tokens) or chunked(resolved)
-        return _of_input(given, add_special, resolved, truncates=truncates)
+        if body.mm_processor_kwargs:
+            raise field_error("mm_processor_kwargs", "goes with messages")
+        return _of_input(given, add_special, resolved, truncates=truncates), []
     name = "input" if messages is None else "messages"
     conversations = given if messages is None else messages
     assert isinstance(conversations, list)
@@ -98,12 +103,15 @@ def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
         raise field_error(name, f"at most {MAX_PROMPTS} conversations")
     kwargs = of_template(body.chat_template_kwargs or {}, config.server)
     found: list[Prompt] = []
+    media: list[MediaSource] = []
     for one in several:
         if not isinstance(one, list) or not one or not all(isinstance(message, dict) for message in one):
             raise field_error(name, "a conversation is a list of messages")
+        shown, sources = with_media(one, body.mm_processor_kwargs, resolved.spec.media)
+        media += sources
         found.append(
             of_chat(
-                one,
+                shown,
                 None,
                 body.chat_template,
                 kwargs,
@@ -111,9 +119,12 @@ def prompts_of(body: schema.InputCommon, config: MeshConfig) -> list[Prompt]:
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,
                 add_special_tokens=body.add_special_tokens is True,
+                media=bool(sources),
             )
         )
-    return found
+    if media and len(several) > 1:
+        raise field_error(name, "images go with one conversation in a request")
+    return found, media
 
 
 def _is_chat(given: Any) -> bool:
@@ -253,7 +264,12 @@ def _text_of(item: dict[str, Any]) -> str:
 
 
 def _asked(
-    body: schema.VectorsCommon, unknown: tuple[str, ...], config: MeshConfig, prompts: list[Prompt], task: Pool
+    body: schema.VectorsCommon,
+    unknown: tuple[str, ...],
+    config: MeshConfig,
+    prompts: list[Prompt],
+    task: Pool,
+    media: list[MediaSource] | None = None,
 ) -> ParsedRequest:
     resolved = _resolved(config)
     truncates = body.truncate_prompt_tokens is not None or chunked(resolved)
@@ -273,6 +289,7 @@ def _asked(
         priority=body.priority,
         cache_salt=body.cache_salt or "",
         extras=(task,),
+        media=media or [],
     )
     answer = AnswerOptions(include_usage=True, client_names=_INPUT, prompt_only=True)
     return ParsedRequest(mesh, answer, unknown, body.request_id or "")

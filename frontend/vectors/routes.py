@@ -98,7 +98,7 @@ async def in_parts(asked: Asked, backend: Backend, ask: Callable[[Tokenize], Awa
     """Inputs longer than the context, as parts that fit (enable_chunked_processing). `ask` gives the answer of a detokenizer."""
     spec, longest = _spec(backend.config), backend.resolved.max_model_len
     keep = asked.parsed_request.mesh.text.truncate_prompt_tokens
-    if not spec.chunks or keep or asked.prefix != "embd-":
+    if not spec.chunks or keep or asked.prefix != "embd-" or asked.parsed_request.mesh.media:
         return asked
     prompts: list[Prompt] = []
     parts: list[int] = []

@@ -41,6 +41,7 @@ class InputCommon(VectorsCommon, frozen=True, kw_only=True):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class EncodingCommon(InputCommon, frozen=True, kw_only=True):

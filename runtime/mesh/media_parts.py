@@ -9,9 +9,12 @@ RequestError names the part. Called by frontends and by `LLM.chat`.
 
 import base64
 import binascii
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote_to_bytes
+
+from msgspec.structs import replace
 
 from meshlm.protocol.config.media import MediaConfig
 from meshlm.protocol.edges.media import MediaSource
@@ -111,6 +114,31 @@ def check_modality(modality: Modality, spec: MediaSpec, where: str) -> None:
         raise wrong(where, f"this model takes no {modality}; it takes {' and '.join(spec.modalities)}")
 
 
+def of_data(data: Mapping[str, Any], uuids: Mapping[str, Any], reading: Reading) -> list[MediaSource]:
+    """The sources of a completion's items: by modality a URL, or a list of them, in the order of the placeholders in its prompt. A null
+    is the item of its uuid. RequestError."""
+    found = list[MediaSource]()
+    for name in {**data, **uuids}:
+        if name not in list(Modality) or name not in data:
+            raise wrong(f"multi_modal_{'data' if name in data else 'uuids'}.{name[:60]}", _NO_DATA)
+        modality, given, names = Modality(name), _list_of(data[name]), _list_of(uuids.get(name))
+        check_modality(modality, reading.spec, f"multi_modal_data.{name}")
+        if names and len(names) != len(given):
+            raise wrong(f"multi_modal_uuids.{name}", f"has {len(names)} names for {len(given)} items")
+        for index, one in enumerate(given):
+            value = {"type": f"{name}_url", f"{name}_url": one, "uuid": names[index] if names else None}
+            part = Part(value, modality, f"multi_modal_data.{name}[{index}]", reading.kwargs_json)
+            found.append(replace(source_of(part), param="multi_modal_data"))
+    return found
+
+
+_NO_DATA = 'give a URL, or a list of them, by modality: {"image": ["data:image/png;base64,..."]}'
+
+
+def _list_of(given: Any) -> list[Any]:
+    return [] if given is None else given if isinstance(given, list) else [given]
+
+
 def check_count(sources: Sequence[MediaSource], media: MediaConfig, param: str = "messages") -> None:
     """RequestError where a prompt has more items of a modality than it may."""
     for modality in {source.modality: None for source in sources}:
@@ -201,4 +229,4 @@ def _empty(where: str, what: str) -> bytes:
 
 def wrong(where: str, text: str) -> RequestError:
     """A refusal of what stands there."""
-    return RequestError(ErrorKind.INVALID, f"{where}: {text}", where.partition("[")[0])
+    return RequestError(ErrorKind.INVALID, f"{where}: {text}", re.split(r"[.\[]", where)[0])

@@ -88,3 +88,20 @@ def test_an_image_whose_file_has_vanished_ends_its_own_request_with_an_error(mod
         return True
 
     until(is_read_anew, limit_s=60)
+
+
+def test_vectors_of_conversations_with_images_are_transformers_own(model: Seer) -> None:
+    first, second = fresh(), fresh((150, 40))
+    flags = ("--max-model-len", "512", "--dtype", "float32", "--runner", "pooling")
+    with serving(str(model.folder), *flags) as server:
+        for files in ((), (first,), (second, first)):
+            messages = body("look ", *(part(data_url(one)) for one in files), " what?")["messages"]
+            asked = {"messages": messages, "add_generation_prompt": False}
+            answers = [
+                httpx.post(f"{server.url}{path}", json=asked, timeout=LIMIT_S)
+                for path in ("/v1/embeddings", "/tokenize")
+            ]
+            assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+            vector = answers[0].json()["data"][0]["embedding"]
+            expected = model.embedding(answers[1].json()["tokens"], *files)
+            assert vector == pytest.approx(expected, abs=1e-2 if files else 1e-3), "weights are large: last bits count"

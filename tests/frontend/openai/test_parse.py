@@ -235,7 +235,9 @@ def test_required(endpoint: str, field: str) -> None:
 def tokenized(**fields: object) -> Prompt:
     request, unknown = bodies.decode(json.dumps(fields).encode(), TokenizeRequest)
     assert unknown == ()
-    return prompts.of_tokenize(request, SERVER)
+    prompt, media = prompts.of_tokenize(request, SERVER, None)
+    assert not media
+    return prompt
 
 
 def test_tokenize() -> None:

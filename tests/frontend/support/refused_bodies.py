@@ -275,7 +275,9 @@ BAD_TOGETHER: list[tuple[str, dict[str, object], str]] = [
     ("text", {"n": 1, "best_of": 2, "stream": True}, "best_of"),
     ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("chat", {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
-    ("chat", {"mm_processor_kwargs": {"max_pixels": 784}}, "mm_processor_kwargs"),
+    ("both", {"mm_processor_kwargs": {"max_pixels": 784}}, "mm_processor_kwargs"),
+    ("text", {"multi_modal_data": {"image": "data:image/png;base64,AA=="}}, "multi_modal_data"),
+    ("text", {"multi_modal_uuids": {"image": "a"}}, "multi_modal_uuids"),
 ]
 EVERY_BAD = [
     *((where, {field: value}, field) for where, fields in BAD for field, values in fields.items() for value in values),

@@ -110,7 +110,7 @@ BAD: list[tuple[str, dict[str, Any], str, str]] = [
         "must be -1, or 1 to 256",
     ),
     ("/v1/embeddings", {"messages": [[]]}, "messages", "a conversation is a list of messages"),
-    ("/v1/embeddings", {"input": "a", "mm_processor_kwargs": {"x": 1}}, "mm_processor_kwargs", "images"),
+    ("/v1/embeddings", {"input": "a", "mm_processor_kwargs": {"x": 1}}, "mm_processor_kwargs", "goes with messages"),
     ("/pooling", {"input": "a", "task": "classify"}, "task", "does not support the task 'classify'"),
     ("/pooling", {"input": "a", "task": "plugin"}, "task", "Invalid enum value"),
     ("/classify", {"input": "a"}, "task", "it has 'embed', 'token_embed'"),

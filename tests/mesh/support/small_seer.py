@@ -30,10 +30,19 @@ class Seer:
 
     def expected(self, prompt: list[int], tokens: list[int], *files: bytes) -> list[int]:
         """The likeliest token behind the prompt, and behind each of these but the last."""
-        ids = torch.tensor([prompt + tokens[:-1]])
+        logits = self._computed(prompt + tokens[:-1], files).logits[0]
+        return logits[len(prompt) - 1 :].argmax(-1).tolist()  # type: ignore[no-any-return]
+
+    def embedding(self, prompt: list[int], *files: bytes) -> list[float]:
+        """The last token's hidden state, of length one."""
+        last = self._computed(prompt, files).hidden_states[-1][0, -1]
+        return torch.nn.functional.normalize(last, dim=0).tolist()
+
+    def _computed(self, ids: list[int], files: tuple[bytes, ...]) -> Any:
+        row = torch.tensor([ids])
         images = [Image.open(io.BytesIO(data)).convert("RGB") for data in files]
         self.theirs.model.rope_deltas = None
+        types = (row == IMAGE).int()
         with torch.no_grad():
-            given = self._images(images=images, return_tensors="pt")
-            logits = self.theirs(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **given).logits[0]
-        return logits[len(prompt) - 1 :].argmax(-1).tolist()  # type: ignore[no-any-return]
+            given = self._images(images=images, return_tensors="pt") if images else {}
+            return self.theirs(input_ids=row, mm_token_type_ids=types, output_hidden_states=True, **given)
