@@ -121,6 +121,7 @@ class Engine(NamedTuple):
         else:
             begin = [*MESHLM, "serve"]
             own += ["--disable-log-requests", "--max-num-batched-tokens", "8192"]
+            own += ["--orphan-grace", "0"]  # `end_all` kills the leader alone
             own += ["--device", self.device] if self.device else []
         return [*begin, model.folder, *own, *model.flags]
 

@@ -20,7 +20,7 @@ from meshlm.supervisor.group.succession import MeshState
 from meshlm.supervisor.processes import proc_stat
 
 FILE = "supervisor.state.json"  # rundir.py removes what ends so
-ROUNDS = 100_000  # of the hash of the keys, which people may have chosen
+ROUNDS = 10_000  # of the hash of the keys, which people may have chosen: some ms, once, when the mesh is ready
 _encode = msgspec.json.Encoder().encode
 
 

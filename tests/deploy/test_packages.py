@@ -110,6 +110,8 @@ def test_the_wheel_serves_from_a_fresh_environment(dist: Path, tmp_path: Path) -
         str(tmp_path / "run"),
         "--log-format",
         "json",
+        "--orphan-grace",
+        "0",
     ]
     command = [str(home / "bin/meshlm"), *words]
     with subprocess.Popen(command, cwd="/", env=environment, stderr=subprocess.PIPE, text=True) as process:

@@ -24,12 +24,15 @@ CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
 def test_no_kill_loses_or_repeats_a_token(tmp_path: Path) -> None:
-    """Two kills of each role and one SIGSTOP until the process is replaced, under 16 streams."""
+    """Two kills of each role, the supervisor's too, and one SIGSTOP until the process is replaced, under 16 streams."""
     found = tmp_path / "chaos.json"
     flags = ["--device", "fake", "--streams", "16", "--tokens", "24", "120", "--stall-timeout", "3"]
     flags += [
         "--script",
-        *("kill:" + role for role in ("worker", "scheduler", "detokenizer", "coordinator", "frontend") * 2),
+        *(
+            "kill:" + role
+            for role in ("worker", "scheduler", "supervisor", "detokenizer", "coordinator", "frontend") * 2
+        ),
     ]
     flags += ["stuck:scheduler", "--json", str(found)]
     done = subprocess.run([sys.executable, "-P", str(CHAOS), *flags], capture_output=True, text=True)
@@ -38,7 +41,7 @@ def test_no_kill_loses_or_repeats_a_token(tmp_path: Path) -> None:
     told = json.dumps(report["failures"][:2], indent=1) + done.stderr
     assert done.returncode == 0, told
     assert (report["lost"], report["duplicated"], report["wrong"], report["errors"]) == (0, 0, 0, 0), told
-    assert report["num_kills"] == 10
+    assert report["num_kills"] == 12
     assert report["num_stuck"] == 1
     assert report["right"] == report["streams"] > 16
     assert all(process["state"] == "ready" for process in report["processes"])

@@ -125,7 +125,9 @@ def test_every_line_is_json_where_that_is_wanted() -> None:
 @pytest.mark.parametrize("closed", [">&- 2>&- <&-", "2>/dev/full --log-format json"])
 def test_it_serves_without_standard_streams(closed: str) -> None:
     run_dir, port = tempfile.mkdtemp(prefix="mlm"), free_port()
-    serve = f'exec "$0" serve --device fake --disable-log-stats --port {port} --run-dir {run_dir} {closed}'
+    serve = (
+        f'exec "$0" serve --device fake --orphan-grace 0 --disable-log-stats --port {port} --run-dir {run_dir} {closed}'
+    )
     with subprocess.Popen(["sh", "-c", serve, MESHLM], cwd="/") as server:
         try:
             until(lambda: Path(run_dir, "status.sock").exists() and is_ready(Path(run_dir)), limit_s=60)
@@ -186,7 +188,18 @@ def test_a_supervisor_that_dies_while_it_starts_leaves_nobody(delay_s: float, tm
 def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
     """A pipe holds the lines of some 300 requests."""
     port, run_dir = free_port(), tmp_path / "run"
-    command = [MESHLM, "serve", "--device", "fake", "--port", str(port), "--run-dir", str(run_dir)]
+    command = [
+        MESHLM,
+        "serve",
+        "--device",
+        "fake",
+        "--port",
+        str(port),
+        "--run-dir",
+        str(run_dir),
+        "--orphan-grace",
+        "0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, cwd="/") as server:
         try:
             until(lambda: (run_dir / "status.sock").exists() and is_ready(run_dir), limit_s=60)
