@@ -69,6 +69,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "glm_ocr_text": _GLM | {"attention_bias": False},
     "paddleocr_vl_text": {"head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536},
+    "qwen2": {  # the files of Qwen2-Audio leave these out
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
     "qwen3_vl_moe_text": {"norm_topk_prob": True},
     "gemma4_unified_text": {
         "hidden_size_per_layer_input": 0,

@@ -1,6 +1,8 @@
 """The model's own processor of transformers, and what it makes of one item. Called in a child of the sandbox (making.py)."""
 
 import hashlib
+import inspect
+import json
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -11,6 +13,7 @@ from transformers import AutoProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
 from meshlm.mediaproc.addresses import refused
+from meshlm.mediaproc.windows import takes_windows, windowed
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.media import MediaDType, MediaItem, MediaTensor, Modality
 from meshlm.protocol.media_spec import MediaSpec
@@ -70,11 +73,15 @@ class Processor:
 
     def longest_clip(self, max_seconds: float) -> tuple[float, str]:
         """The seconds that a clip may have, and what says so. A processor would cut off the rest and say nothing."""
-        samples = getattr(self._processor.feature_extractor, "n_samples", None)
+        extractor = self._processor.feature_extractor
+        if takes_windows(self._processor):
+            return max_seconds, "--max-audio-seconds"
+        most = inspect.signature(extractor.__call__).parameters.get("max_length")
+        samples = getattr(extractor, "n_samples", None) or (most.default if most is not None else None)
         own = getattr(self._processor, "max_audio_len", None) or (samples / SAMPLE_RATE if samples else max_seconds)
-        return (
-            (own, "all that this model hears of a clip") if own < max_seconds else (max_seconds, "--max-audio-seconds")
-        )
+        if own < max_seconds:
+            return own, "all that this model hears of a clip"
+        return max_seconds, "--max-audio-seconds"
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Refused for a name that the processor does not know: it would be without effect."""
@@ -90,7 +97,10 @@ class Processor:
         own = {"sampling_rate": SAMPLE_RATE} if modality is Modality.AUDIO else {**self._kwargs, **kwargs}
         options = {**own, "add_special_tokens": False, "return_tensors": "pt"}
         try:
-            made = self._processor(text=[placeholder], **{called.argument: [content]}, **options)
+            if takes_windows(self._processor):
+                made = self._of_windows(content)
+            else:
+                made = self._processor(text=[placeholder], **{called.argument: [content]}, **options)
         except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # an image of extreme shape, say
             raise refused(f"the model's processor refuses the {modality}: {error}"[:300]) from None
         ids = [int(token) for token in np.asarray(made["input_ids"]).reshape(-1)]
@@ -116,6 +126,10 @@ class Processor:
             after=self._text(ids[last:]),
         )
         return MadeItem(item, list(tensors.values()))
+
+    def _of_windows(self, samples: Any) -> dict[str, Any]:
+        clip = windowed(self._processor, samples, json.loads(self._spec.config).get("audio_config") or {})
+        return {"input_ids": [self._spec.token_id(Modality.AUDIO)] * clip.num_tokens, "input_features": clip.features}
 
     def _core(self, ids: list[int], modality: Modality) -> tuple[int, int]:
         """The first and last of the tokens that no text around them can change, the latter exclusive: from the first added token on."""

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from model_folders import folder_with, resolve_model
 
+from meshlm.architectures.media import media_spec
 from meshlm.architectures.rope import rope_spec
-from meshlm.architectures.text_part import text_config, text_modules, text_tensor
+from meshlm.architectures.text_part import is_spoken, text_config, text_modules, text_tensor
 from meshlm.protocol.media import Modality
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
@@ -129,3 +130,37 @@ def test_overrides_of_the_text_model_keep_what_they_do_not_name(tmp_path: Path) 
     spec = resolve_model(folder, load_format="dummy", hf_overrides=changed).spec
     assert (spec.hidden_size, spec.max_position_embeddings) == (64, 256)
     assert spec.rope == RopeSpec(rope_type="linear", rope_theta=5e5, factor=4.0)
+
+
+def test_what_speaks_is_served_as_its_thinker() -> None:
+    """config.json of Qwen2.5-Omni, shortened; names of its tensors begin with the part that they are of."""
+    rope = {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"}
+    text = {key: value for key, value in TEXT.items() if key != "model_type"} | {"rope_scaling": rope}
+    thinker = {
+        "text_config": text | {"model_type": "qwen2_5_omni_text"},
+        "audio_config": {"d_model": 8},
+        "user_token_id": 872,
+    }
+    thinker |= {"audio_token_index": 7, "image_token_index": 8, "vision_config": {"depth": 2}, "seconds_per_chunk": 2}
+    whole = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "talker_config": {"hidden_size": 4}}
+    found = text_config(whole | {"thinker_config": thinker})
+    assert found is not None
+    assert found["architectures"] == ["Qwen2ForCausalLM"]
+    spec = media_spec(whole | {"thinker_config": thinker}, 64)
+    assert spec is not None
+    assert spec.placeholders == ((Modality.IMAGE, 8), (Modality.AUDIO, 7))
+    assert spec.architecture == "Qwen2_5OmniThinkerForConditionalGeneration"
+    with pytest.raises(ValueError, match="thinker_config must be an object"):
+        text_config(whole)
+    assert text_tensor("thinker.model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.up_proj.weight"
+    assert text_tensor("thinker.lm_head.weight") == "lm_head.weight"
+    assert text_tensor("thinker.audio_tower.conv1.weight") is None
+    assert text_tensor("talker.model.layers.0.mlp.up_proj.weight") is None
+    assert is_spoken("token2wav.code2wav_bigvgan_model.conv_pre.bias")
+
+
+def test_keys_that_qwen2_audio_leaves_out() -> None:
+    inner = {"intermediate_size": 11008, "max_position_embeddings": 8192, "model_type": "qwen2", "vocab_size": 156032}
+    found = text_config({"architectures": ["Qwen2AudioForConditionalGeneration"], "text_config": inner})
+    assert found is not None
+    assert (found["hidden_size"], found["num_hidden_layers"], found["num_key_value_heads"]) == (4096, 32, 32)

@@ -33,6 +33,7 @@ _NOT_NAMED = re.compile(
 """Files of some versions of transformers have these in the names of tensors, and others, or its modules, have not."""
 _MODULES = {"vision_embedder": "embed_vision", "mlp_AR": "projector"}
 """By the name that files have: the module's."""
+_OWN_ATTENTION = ("gemma4_audio",)  # model_type of towers
 ENCODE_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What transformers' code raises for tensors that are not a processor's."""
 
@@ -56,7 +57,7 @@ class MediaEncoder:
         if resolved.load_format == "dummy":
             return
         slots = {_slot(name): value for name, value in self.module.state_dict(keep_vars=True).items()}
-        left = set(slots)
+        left, hears = set(slots), Modality.AUDIO in self.spec.modalities
         where = resolved.weights_url or resolved.model_path
         with torch.no_grad():
             for name, source in encoder_sources(resolved, self.device):
@@ -67,7 +68,7 @@ class MediaEncoder:
                         raise ProcessFatal(f"{where}: tensor {name} is of shape {shapes}")
                     slots[own].copy_(source.whole())
                     left.discard(own)
-                elif not is_needless(name) and not _OF_SOUND.fullmatch(name):
+                elif not is_needless(name) and (hears or not _OF_SOUND.fullmatch(name)):
                     raise ProcessFatal(f"{where}: the encoder of {self.spec.architecture} has no tensor {name}")
         if left:
             raise ProcessFatal(f"{where}: tensor {min(left)} of the encoder is missing")
@@ -129,6 +130,12 @@ def _lines(found: Tensor | Iterable[Tensor]) -> Tensor:
     return torch.cat([one.reshape(-1, one.shape[-1]) for one in each])
 
 
+def _attention(values: dict[str, Any]) -> Any:
+    """transformers' attention of each part of the model of this config.json: torch's, but for towers that have their own."""
+    kind = (values.get("audio_config") or {}).get("model_type")
+    return {"": "sdpa", "audio_config": "eager"} if kind in _OWN_ATTENTION else "sdpa"
+
+
 def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """The model without its parts for text and for what it does not take here, its weights by chance. ProcessFatal."""
     import transformers
@@ -142,7 +149,7 @@ def _made(spec: MediaSpec, dtype: torch.dtype, device: torch.device, seed: int) 
         kind = getattr(transformers, spec.architecture)
         config = kind.config_class.from_dict(values)
         with torch.device("meta"), default_dtype(dtype):
-            module = kind._from_config(config, attn_implementation="sdpa", dtype=dtype)
+            module = kind._from_config(config, attn_implementation=_attention(values), dtype=dtype)
     except (*ENCODE_ERRORS, StrictDataclassError) as error:
         raise ProcessFatal(
             f"{spec.architecture}: transformers cannot make its encoder ({in_one_line(error)})"

@@ -1,6 +1,7 @@
 """What makes vectors of a modality in transformers' models: a method of their own, or the same steps as in their forward."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,7 +20,19 @@ def features_of(model: Any, modality: Modality) -> Features:
     if modality is Modality.IMAGE and model.config.model_type == "llama4":
         return _of_llama4(model)
     found: Features = getattr(model, f"get_{modality}_features")
-    return found
+    return _valid_of(found) if modality is Modality.AUDIO else found
+
+
+def _valid_of(features: Features) -> Features:
+    """The same without the vectors that a mask of the output says to be padding."""
+
+    @wraps(features)  # whose parameters say what it takes
+    def valid(**given: Any) -> Any:
+        out = features(**given)
+        mask = getattr(out, "attention_mask", None)
+        return out if mask is None else out.pooler_output[mask]
+
+    return valid
 
 
 def _of_llama4(model: Any) -> Features:

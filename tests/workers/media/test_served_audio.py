@@ -39,7 +39,7 @@ def hearing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(params=["cpu", "torch"])
 def engines(request: pytest.FixtureRequest, hearing: Hearing) -> Iterator[Engines]:
-    made = Engines(hearing.folder, 22, request.param, max_model_len=LENGTH, max_num_batched_tokens=STEP)
+    made = Engines(hearing.folder, hearing.case.pages, request.param, max_model_len=LENGTH, max_num_batched_tokens=STEP)
     yield made
     made.close()
 

@@ -12,7 +12,7 @@ import torch
 from media_processors import WORDS
 from msgspec.structs import replace
 from numpy.typing import NDArray
-from small_models import SMALL
+from small_models import GEMMA4, SMALL
 
 from meshlm.protocol.media import Media, MediaDType, MediaItem, MediaTensor, Modality
 
@@ -22,7 +22,8 @@ Clip = NDArray[np.float32]
 AUDIO, IMAGE = "<audio>", "<image>"
 NAMED = {"audio_token": AUDIO, "image_token": IMAGE, "video_token": "<video>", "audio_bos_token": "<boa>"}
 NAMED |= {"audio_eos_token": "<eoa>", "vision_bos_token": "<boi>", "vision_eos_token": "<eoi>"}
-IDS = {name: WORDS + nth for nth, name in enumerate(NAMED.values())}
+NAMED |= {"boa_token": "<boa>", "eoa_token": "<eoa>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
+IDS = {name: WORDS + nth for nth, name in enumerate(dict.fromkeys(NAMED.values()))}
 _NOT_TENSORS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 
 
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     sees: bool = False
     begin: str = ""  # what stands around a placeholder in prompts
     end: str = ""
+    pages: int = 22  # of a KV cache that is too small for several prompts at once
 
 
 def tokenizer() -> Any:
@@ -65,6 +67,24 @@ def _flamingo(words: Any) -> Any:
     return AudioFlamingo3Processor(_features(), words, audio_token=AUDIO, max_audio_len=4)
 
 
+def _voxtral(words: Any) -> Any:
+    """Its own call leaves sounds to mistral-common's tokenizer, so the class has the call that others have."""
+    from transformers import VoxtralProcessor
+
+    from meshlm.mediaproc.windows import windowed
+
+    class Called(VoxtralProcessor):  # type: ignore[misc]
+        def __call__(self, text: list[str], audio: Any = (), **given: Any) -> Any:
+            found, clips = text[0].split(AUDIO), [windowed(self, one, CASES["voxtral"].audio) for one in audio]
+            whole = found[0] + "".join(
+                f"{AUDIO * one.num_tokens}{rest}" for one, rest in zip(clips, found[1:], strict=True)
+            )
+            features = {"input_features": torch.cat([torch.from_numpy(one.features) for one in clips])} if clips else {}
+            return {**self.tokenizer([whole], return_tensors="pt"), **features}
+
+    return Called(_features(), words)
+
+
 def _omni(words: Any) -> Any:
     from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -78,6 +98,21 @@ def _omni(words: Any) -> Any:
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     images = Qwen2VLImageProcessorPil(**sizes, min_pixels=64, max_pixels=64 * 24)
     return WithoutVideo(images, None, _features(3), words)
+
+
+def _gemma4(name: str) -> Callable[[Any], Any]:
+    def made(words: Any) -> Any:
+        import transformers
+        from transformers.models.gemma4.feature_extraction_gemma4 import Gemma4AudioFeatureExtractor
+        from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+        from transformers.models.gemma4_unified import feature_extraction_gemma4_unified as unified
+
+        kind: Any = getattr(transformers, name)
+        without_video = type(name, (kind,), {"check_argument_for_proper_class": lambda self, name, given: type(given)})
+        own = unified.Gemma4UnifiedAudioFeatureExtractor if "Unified" in name else Gemma4AudioFeatureExtractor
+        return without_video(own(), Gemma4ImageProcessorPil(), words, None)
+
+    return made
 
 
 _TOWER: dict[str, Any] = {
@@ -104,6 +139,32 @@ CASES: dict[str, Case] = {
     ),
     "audio-flamingo-3": Case(
         "AudioFlamingo3ForConditionalGeneration", {"model_type": "qwen2"}, _TOWER, {}, _flamingo
+    ),
+    "gemma4-e2b": Case(
+        "Gemma4ForConditionalGeneration",
+        GEMMA4["gemma4-e2b"][1] | {"pad_token_id": 5},
+        {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 12}
+        | {"subsampling_conv_channels": [128, 4], "attention_chunk_size": 6, "attention_context_left": 4},
+        {"vision_config": None, "tie_word_embeddings": True},
+        _gemma4("Gemma4Processor"),
+    ),
+    "gemma4-unified": Case(
+        "Gemma4UnifiedForConditionalGeneration",
+        GEMMA4["gemma4-dense"][1] | {"pad_token_id": 0},
+        {},
+        {"vision_config": None, "tie_word_embeddings": True},
+        _gemma4("Gemma4UnifiedProcessor"),
+        pages=30,
+    ),
+    "voxtral": Case(
+        "VoxtralForConditionalGeneration",
+        {"model_type": "llama"},
+        {"num_mel_bins": MELS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"intermediate_size": 64, "max_source_positions": 50, "initializer_range": 0.2},
+        {},
+        _voxtral,
+        begin="<boa>",
+        pages=34,
     ),
     "qwen2.5-omni": Case(
         "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -136,7 +197,11 @@ class Hearing:
         head = self.theirs.get_output_embeddings().weight.data
         head[list(IDS.values())] = 0  # no answer has a placeholder, for which transformers would want a clip
         for name, parameter in self.theirs.named_parameters():
-            if ("audio_tower" in name or "projector" in name) and "positions" not in name and parameter.dim() > 1:
+            if (
+                any(part in name for part in ("audio_tower", "projector", "embed_audio"))
+                and "positions" not in name
+                and parameter.dim() > 1
+            ):
                 parameter.data.normal_(0, 0.25)  # that a clip changes the answer
             if name.endswith(("norm.weight", ".bias")):
                 parameter.data += torch.randn_like(parameter) * 0.1
