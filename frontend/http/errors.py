@@ -1,4 +1,4 @@
-"""Refusals: OpenAI's error form, and Anthropic's for the paths of its API."""
+"""Refusals: OpenAI's error form, Anthropic's and Ollama's for the paths of their APIs."""
 
 import re
 from collections.abc import Iterator
@@ -93,6 +93,8 @@ class HttpError(Exception):
         """The body of the answer, in the form of the API that `path` belongs to."""
         if is_anthropic(path):
             return msgspec.json.encode(anthropic_error(self.message, self.status))
+        if path.startswith(OLLAMA):
+            return msgspec.json.encode({"error": self.message})
         return msgspec.json.encode(self.response())
 
     def response(self) -> ErrorResponse:
@@ -143,11 +145,14 @@ _PATHS_NOT_SERVED = {
     "/is_paused /sleep /wake_up /collective_rpc /is_sleeping /get_world_size /abort_requests /scale_elastic_ep "
     "/is_scaling_elastic_ep /init_weight_transfer_engine /start_weight_update /update_weights /finish_weight_update "
     "/update_weights_from_disk /update_weight_version /weight_info /weight_checker",
+    "the server was started without --api ollama": "/api/chat /api/generate /api/embed /api/embeddings /api/tags /api/show /api/ps "
+    "/api/version /api/pull",
+    "the server has the models that it was started with, and makes none": "/api/create /api/copy /api/delete /api/push",
     "the server was started with --max-dashboards 0": "/dashboard /dashboard/events",
     "the server was started with --disable-fastapi-docs": "/docs /redoc /openapi.json",
 }
 NOT_SERVED = {path: why for why, paths in _PATHS_NOT_SERVED.items() for path in paths.split()}
-ANTHROPIC = "/v1/messages"
+ANTHROPIC, OLLAMA = "/v1/messages", "/api/"
 _ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 500: "api_error"}
 
 

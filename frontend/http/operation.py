@@ -79,6 +79,7 @@ class OfClass(NamedTuple):
     group: Group = Group.ANY
     key_scope: str = INFERENCE
     parameters: tuple[Parameter, ...] = ()
+    api: str = ""  # the API that --api names; empty: one that every server has
 
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
@@ -105,6 +106,7 @@ class Operation(Struct, frozen=True):
     texts: tuple[str, ...] = ()  # content types that the answer has instead, where they are asked for
     group: Group = Group.OF_CLASS
     key_scope: str = OF_CLASS  # what a key must be for
+    api: str = ""  # as in OfClass
     handler: str = ""  # the name of the method, of the object that has all routes of its kind
 
     def __call__(self, handler: Handler) -> Handler:
@@ -130,6 +132,7 @@ class Operation(Struct, frozen=True):
             key_scope=common.key_scope if self.key_scope == OF_CLASS else self.key_scope,
             parameters=parameters,
             errors=tuple(errors),
+            api=common.api,
         )
 
     @property

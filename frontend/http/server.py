@@ -19,6 +19,8 @@ from meshlm.frontend.http.connection import EXTENSION, MeshProtocol, Timeouts, c
 
 FRESH_S = 1.0  # a connection that brought no request yet is not idle for so long
 
+EVENTS = "text/event-stream; charset=utf-8"
+
 Scope = dict[str, Any]
 
 
@@ -47,8 +49,8 @@ class EventWriter:
 
     FREE_BYTES = 1 << 20
 
-    def __init__(self, scope: Scope, send: Any, unsent: ByteBudget) -> None:
-        self._send = send
+    def __init__(self, scope: Scope, send: Any, unsent: ByteBudget, media_type: str = EVENTS) -> None:
+        self._send, self._media_type = send, media_type.encode()
         extension = scope.get("extensions", {}).get(EXTENSION)
         self._transport: asyncio.Transport | None = extension["transport"] if extension else None
         self._flow: Any = extension["flow"] if extension else None
@@ -63,7 +65,7 @@ class EventWriter:
         self._is_free = False  # what comes goes out at once: started, nothing waits, nothing drains
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        base = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        base = [(b"content-type", self._media_type), (b"cache-control", b"no-cache")]
         if self._cycle is not None and not self._chunked:
             self._cycle.chunked_encoding = False
         await self._send({"type": "http.response.start", "status": 200, "headers": base + headers})

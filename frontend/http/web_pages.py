@@ -18,7 +18,7 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from meshlm.frontend.http.errors import HttpError
+from meshlm.frontend.http.errors import OLLAMA, HttpError
 from meshlm.frontend.http.operation import Paths
 from meshlm.protocol.config import ServerConfig
 from meshlm.runtime.process.logs import Limited
@@ -39,6 +39,7 @@ NOT_JSON = (
     "web page can send. Send the header 'Content-Type: {wanted}' (curl: -H 'Content-Type: {wanted}', or --json in the place of -d)"
 )
 FORM, JSON = "multipart/form-data", "application/json"
+CURL = "application/x-www-form-urlencoded"  # what curl -d says unless it is told
 MAX_SHOWN = 200
 _log = Limited(structlog.get_logger())
 
@@ -77,6 +78,8 @@ class WebPages:
             raise HttpError(403, OTHER_SITE.format(origin=origin[:MAX_SHOWN]))
         if "transfer-encoding" in headers or headers.get("content-length", "0") not in ("0", ""):  # it has a body
             takes = (FORM, JSON) if scope["path"] in self._paths.forms else (JSON,)
+            if scope["path"].startswith(OLLAMA) and not {"origin", "sec-fetch-site"} & set(headers.keys()):
+                takes = (JSON, CURL)  # its users write no content type, and no web page asks without these headers
             given = headers.get("content-type", "").partition(";")[0].strip().lower()
             if given not in takes and not (given.startswith("application/") and given.endswith("+json")):
                 raise HttpError(415, NOT_JSON.format(wanted=takes[0], given=given[:MAX_SHOWN] or "none"))

@@ -20,7 +20,7 @@ from meshlm.frontend.http import retry
 from meshlm.frontend.http.endpoint import NAME
 from meshlm.frontend.http.errors import HttpError, as_http, field_error
 from meshlm.frontend.http.operation import REPLAY
-from meshlm.frontend.http.server import ByteBudget, EventWriter
+from meshlm.frontend.http.server import EVENTS, ByteBudget, EventWriter
 from meshlm.frontend.observe.observer import Observer
 from meshlm.frontend.openai.parsed_request import MeshRequest, ParsedRequest
 from meshlm.frontend.openai.response_fields import system_fingerprint
@@ -95,6 +95,7 @@ class Form(NamedTuple):
     whole: Callable[[AnswerHead], WholeAnswer]
     stream: Callable[[AnswerHead, Callable[[bytes], None], retry.Progress | None], StreamedAnswer]
     id_headers: tuple[str, ...] = ("X-Request-Id",)  # with the name of the request
+    media_type: str = EVENTS  # of a streamed answer
     named_by_header: bool = True  # a client's X-Request-Id is in the answer's id
     # Awaited when all is said, before the client has the end of it.
     before_end: Callable[[], Awaitable[None]] | None = None
@@ -215,7 +216,7 @@ class Generation:
         request.scope.get(NAME, [""])[0] = answer_name  # also of a refusal
         started, created = time.monotonic(), int(time.time())
         end = asyncio.Event()
-        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent)
+        writer = EventWriter(dict(request.scope), request.scope["meshlm.send"], self.unsent, form.media_type)
         position = submits.position(parsed_request, idempotency_key) if idempotency_key else None
         head = AnswerHead(parsed_request, request_id, created, model, end.set)
         if options.stream:

@@ -3,7 +3,7 @@
 What a route has belongs to one request; state across requests is the process's (io.py). requests/generation.py answers completions.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshlm.frontend.http.errors import NOT_SERVED, HttpError
 from meshlm.frontend.http.operation import ANY_KEY, HTML, NAMED, Group, Operation, Paths, operations_of, route
 from meshlm.frontend.http.web_pages import WebPages
 from meshlm.frontend.messages.routes import MessageRoutes
+from meshlm.frontend.ollama.routes import OllamaGeneration, OllamaInformation, OllamaVectors
 from meshlm.frontend.openai import response_schema as responses
 from meshlm.frontend.openai import schema
 from meshlm.frontend.rendering.routes import Rendering
@@ -74,6 +75,9 @@ class Application:
             self.responses.conversations,
             InputRoutes(backend, generation, reader, self.responses.history),
             MessageRoutes(backend, generation, reader),
+            OllamaGeneration(backend, generation, reader),
+            OllamaVectors(backend, generation, reader),
+            OllamaInformation(backend, reader),
             Rendering(backend, generation, reader),
             Scoring(backend.resolved, generation, reader),
             VectorRoutes(backend, generation, reader),
@@ -123,6 +127,7 @@ class Application:
             dashboard=server.max_dashboards > 0,
             adapters=self._backend.config.adapters.enable_lora
             and self._backend.config.adapters.allow_runtime_lora_updating,
+            apis=server.api,
         )
 
     def app(self) -> Any:
@@ -225,6 +230,9 @@ OPERATIONS = operations_of(
     ConversationRoutes,
     InputRoutes,
     MessageRoutes,
+    OllamaGeneration,
+    OllamaVectors,
+    OllamaInformation,
     Rendering,
     Scoring,
     VectorRoutes,
@@ -249,8 +257,9 @@ def served(
     renders_only: bool = False,
     dashboard: bool = False,
     adapters: bool = False,
+    apis: Collection[str] = (),
 ) -> tuple[Operation, ...]:
-    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone."""
+    """All routes of a server that gives vectors, gives text (--runner), transcribes audio, or renders texts alone. apis: of --api."""
     groups = {
         Group.ANY: True,
         Group.TEXT: not (pooling or speech),
@@ -264,4 +273,5 @@ def served(
         Group.DOCUMENTATION: documentation,
     }
     ends = ("/render", "/derender") if renders_only else ()
-    return tuple(one for one in OPERATIONS if groups[one.group] or one.path.endswith(ends))
+    has_api = [one for one in OPERATIONS if one.api in ("", *apis)]
+    return tuple(one for one in has_api if groups[one.group] or one.path.endswith(ends))

@@ -157,6 +157,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, le=1024, description="open dashboards per frontend beyond which it answers 503; 0: no /dashboard"),
     ] = 32
+    api: Annotated[
+        tuple[Literal["ollama"], ...],
+        Meta(description="APIs that are served beside OpenAI's and Anthropic's: ollama (/api/chat and its like)"),
+    ] = ()
     root_path: Annotated[
         str, Meta(description="path under which a proxy has this server, as /llm: requests may come with it or without")
     ] = ""

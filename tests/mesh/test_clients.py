@@ -21,7 +21,7 @@ LIMIT_S = 100
 @pytest.fixture(scope="module")
 def server() -> Iterator[Serving]:
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-    info = ("--enable-tokenizer-info-endpoint",)  # by which lm-eval has the tokenizer
+    info = ("--enable-tokenizer-info-endpoint", "--api", "ollama")  # the first by which lm-eval has the tokenizer
     with serving(
         "--device", "cpu", "--cpu-threads", "1", "--cpu-exact", "--kv-cache-memory", "1G", *tools, *info
     ) as found:

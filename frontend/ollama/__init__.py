@@ -1,0 +1,1 @@
+"""Ollama's API for the model of this mesh (--api ollama)."""
