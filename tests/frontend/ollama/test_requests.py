@@ -16,7 +16,14 @@ IMAGE = {"role": "user", "content": "see", "images": ["aGk="]}
 
 
 async def test_options_are_sampling_parameters(backend: Scripted) -> None:
-    options = {"temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.25, "typical_p": 0.75, "repeat_penalty": 1.5}
+    options: Json = {
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "typical_p": 0.75,
+        "repeat_penalty": 1.5,
+    }
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "num_predict": 7, "seed": 3, "stop": ["END"]}
     machine = {"num_ctx": 4096, "num_gpu": 99, "num_thread": 8, "use_mmap": True, "num_keep": 4, "mirostat": 0}
     answer = await ask(backend, "/api/chat", {"messages": USER, "options": options | machine})
@@ -26,7 +33,7 @@ async def test_options_are_sampling_parameters(backend: Scripted) -> None:
     named = {name: getattr(sampling, name) for name in options if hasattr(sampling, name)}
     assert named == {name: options[name] for name in named}
     assert len(named) == 8
-    assert (sampling.repetition_penalty, submit.max_tokens, submit.seed) == (1.5, 7, 3)
+    assert (sampling.repetition_penalty, submit.max_tokens, sampling.seed) == (1.5, 7, 3)
     assert submit.text.stop == ("END",)
     assert backend.ignored_fields == ()
 
