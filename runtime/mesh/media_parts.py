@@ -165,7 +165,7 @@ def source_of(part: Part) -> MediaSource:
         raise wrong(where, f"file_id is not supported; send the {part.modality}")
     if detail not in DETAILS:
         raise wrong(where, f"detail must be one of {', '.join(map(str, DETAILS[1:]))}")
-    _check_uuid(uuid, where)
+    check_uuid(uuid, where)
     if given is None and uuid is None:
         raise wrong(where, "must be a URL: data:, http: or https:")
     if given is not None and not isinstance(given, str):
@@ -178,7 +178,7 @@ def source_of(part: Part) -> MediaSource:
 
 def _of_input_audio(part: Part) -> MediaSource:
     given, uuid, where = part.value.get("input_audio"), part.value.get("uuid"), f"{part.where}.input_audio"
-    _check_uuid(uuid, where)
+    check_uuid(uuid, where)
     if given is None and uuid is not None:
         return MediaSource(part.modality, where, "messages", uuid=uuid, processor_kwargs_json=part.kwargs)
     if not (isinstance(given, dict) and isinstance(given.get("data"), str)):
@@ -189,7 +189,8 @@ def _of_input_audio(part: Part) -> MediaSource:
     return MediaSource(part.modality, f"{where}.data", "messages", data, "", uuid or "", part.kwargs)
 
 
-def _check_uuid(uuid: Any, where: str) -> None:
+def check_uuid(uuid: Any, where: str) -> None:
+    """RequestError where a client's name for an item is none."""
     if uuid is not None and not (isinstance(uuid, str) and 0 < len(uuid) <= MAX_UUID):
         raise wrong(where, f"uuid must be a text of 1 to {MAX_UUID} letters")
 

@@ -21,10 +21,11 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.mesh.media_parts import Part, Reading
 from meshlm.supervisor.api.clips import Clip, clip_of
+from meshlm.supervisor.errors import raised_as
 
 PILLOW = "image_pil"  # the type of a part with an image of Pillow, and its key; vLLM's
 TYPES = {**media_parts.URL_TYPES, PILLOW: Modality.IMAGE}
-DATA = "multi_modal_data"
+DATA, UUIDS = "multi_modal_data", "multi_modal_uuids"
 AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")  # modes that a PNG keeps as they are
 LEVEL = 1  # of compression: it goes to a process of this host
 READ_AT_ONCE = 16  # prompts
@@ -59,27 +60,50 @@ def kwargs_json(*given: Mapping[str, Any] | None) -> bytes:
         raise ValueError(f"mm_processor_kwargs: must be values of JSON: {error}") from None
 
 
-def of_data(data: Mapping[str, Any], kwargs: bytes) -> MediaInputs:
-    """The items of {"image": value, "audio": value}: one image of Pillow or one clip, or a list of them. ValueError."""
-    return tuple(
-        MediaInput(MediaSource(modality, f"{DATA}.{modality}[{index}]", DATA, processor_kwargs_json=kwargs), one)
-        for modality, read in ((Modality.IMAGE, _images), (Modality.AUDIO, _clips))
-        for index, one in enumerate(read(data[modality]) if modality in data else ())
-    )
+def of_data(data: Mapping[str, Any], kwargs: bytes, uuids: Any = None) -> MediaInputs:
+    """The items of {"image": value, "audio": value}: one image of Pillow or one clip, or a list of them. uuids: their names, in the
+    same form; None in the place of an item is the one that had this name before. ValueError."""
+    if not isinstance(uuids, Mapping | None) or (uuids and uuids.keys() - data.keys()):
+        raise ValueError(f"a prompt's {UUIDS!r}: must be a dict with the modalities of {DATA!r}")
+    found = list[MediaInput]()
+    for modality, read in ((Modality.IMAGE, _images), (Modality.AUDIO, _clips)):
+        if modality not in data:
+            continue
+        values = read(data[modality])
+        names = _names((uuids or {}).get(modality), len(values))
+        for index, (value, name) in enumerate(zip(values, names, strict=True)):
+            where = f"{DATA}.{modality}[{index}]"
+            if value is None and not name:
+                raise ValueError(f"a prompt's {where!r}: None needs a name in {UUIDS!r}")
+            source = MediaSource(modality, where, DATA, uuid=name, processor_kwargs_json=kwargs)
+            found.append(MediaInput(source, value))
+    return tuple(found)
+
+
+def _names(given: Any, count: int) -> list[str]:
+    """A name for each item; "" for those that have none."""
+    names = [""] * count if given is None else [given] if isinstance(given, str) else list(given)
+    if len(names) != count:
+        raise ValueError(f"a prompt's {UUIDS!r}: {len(names)} names for {count} items")
+    for name in names:
+        if name:
+            with raised_as(ValueError, RequestError):
+                media_parts.check_uuid(name, UUIDS)
+    return [name or "" for name in names]
 
 
 def _images(value: Any) -> list[Any]:
     images = list(value) if isinstance(value, list | tuple) else [value]
     for image in images:
-        if not _is_image(image):
+        if image is not None and not _is_image(image):
             text = f"must be an image of Pillow, or a list of them, and no {type(image).__name__}"
             raise ValueError(f"a prompt's {DATA!r}: 'image': {text}")
     return images
 
 
-def _clips(value: Any) -> list[Clip]:
+def _clips(value: Any) -> list[Clip | None]:
     clips = value if isinstance(value, list) and not _are_numbers(value) else [value]
-    return [clip_of(one) for one in clips]
+    return [None if one is None else clip_of(one) for one in clips]
 
 
 def _are_numbers(value: list[Any]) -> bool:
@@ -97,10 +121,12 @@ def of_messages(
             values.append(None)
             return media_parts.source_of(part)
         where = f"{part.where}.{PILLOW}"
-        if not _is_image(image := part.value.get(PILLOW)):
+        image = part.value.get(PILLOW)
+        if not _is_image(image) and (image is not None or part.value.get("uuid") is None):
             raise media_parts.wrong(where, f"must be an image of Pillow, and no {type(image).__name__}")
         values.append(image)
-        return MediaSource(part.modality, where, "messages", processor_kwargs_json=part.kwargs)
+        media_parts.check_uuid(uuid := part.value.get("uuid"), where)
+        return MediaSource(part.modality, where, "messages", uuid=uuid or "", processor_kwargs_json=part.kwargs)
 
     shown, sources = media_parts.of_messages(messages, Reading(spec, kwargs, read, TYPES))
     return shown, tuple(map(MediaInput, sources, values))

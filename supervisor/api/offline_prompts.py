@@ -19,7 +19,7 @@ Prompts = OnePrompt | Sequence[OnePrompt]
 Texts = str | Sequence[str]
 Sizes = tuple[int, int]  # hidden_size and vocab_size, against which a prompt of vectors is checked
 NOT_SUPPORTED = {
-    "multi_modal_uuids": "the same image is known by what it is",
+    "multi_modal_uuids": "it names items of 'multi_modal_data', which there is not",
     "mm_processor_kwargs": "there is no image in the prompt",
     "prompt_is_token_ids": "a prompt is text, token ids or vectors",
     "token_type_ids": "LLM.score gives a pair's texts their types",
@@ -113,10 +113,11 @@ def _of_media(
 ) -> Given:
     """A prompt in which the model's placeholders stand for images and clips."""
     kwargs_json = of_media.kwargs_json(kwargs, item.pop("mm_processor_kwargs", None))
+    uuids = item.pop("multi_modal_uuids", None)
     given = of_generate(item, add_special_tokens=add_special_tokens)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")
-    return given._replace(media=of_media.of_data(data, kwargs_json))
+    return given._replace(media=of_media.of_data(data, kwargs_json, uuids))
 
 
 def _of_audio(item: Mapping[str, Any], data: Any) -> Given:

@@ -73,6 +73,9 @@ def test_images_in_all_forms(tmp_path: Path) -> None:
         right(both, one, other)
         right(ids, other)
         assert len(text.outputs[0].token_ids) == 6
+        named = {"prompt": BEFORE, "multi_modal_data": {"image": opened(one)}, "multi_modal_uuids": {"image": "sun"}}
+        right(llm.generate(named, TOKENS)[0], one)
+        right(llm.generate({**named, "prompt": f"b{BEFORE}", "multi_modal_data": {"image": None}}, TOKENS)[0], one)
         answers = llm.chat(
             [
                 chat(url(data_url(one)), pillow(other), url(f"file://{local}/a.png")),
@@ -104,6 +107,9 @@ def test_images_in_all_forms(tmp_path: Path) -> None:
             ),
             "private network": lambda: llm.chat(chat(url("http://127.0.0.1:9/a.png"))),
             "no such file below": lambda: llm.chat(chat(url("file:///etc/hostname"))),
+            "the uuid is not known": lambda: llm.generate(
+                {"prompt": BEFORE, "multi_modal_data": {"image": None}, "multi_modal_uuids": {"image": "dark"}}
+            ),
             "beam search": lambda: llm.beam_search([{"prompt": BEFORE, "multi_modal_data": image}], beams),
             "must be an image of Pillow": lambda: llm.generate({"prompt": BEFORE, "multi_modal_data": {"image": "a"}}),
         }

@@ -40,10 +40,39 @@ def test_one_image_or_a_list_goes_with_a_prompt(text: dict[str, Any]) -> None:
     assert of_generate({**text, "multi_modal_data": {"image": []}}).media == ()
 
 
-@pytest.mark.parametrize("value", [1, "a.png", b"file", [picture(), None], {"a": 1}])
+@pytest.mark.parametrize("value", [1, "a.png", b"file", [picture(), 3], {"a": 1}])
 def test_what_is_no_image_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match=r"multi_modal_data.*must be an image of Pillow, or a list of them, and no "):
         of_generate({"prompt": "a", "multi_modal_data": {"image": value}})
+
+
+def test_names_of_images() -> None:
+    one = picture(1)
+    data = {"multi_modal_data": {"image": [one, None]}, "multi_modal_uuids": {"image": ["a", "b"]}}
+    given = of_generate({"prompt": "a", **data})
+    assert [(found.value, found.source.uuid) for found in given.media] == [(one, "a"), (None, "b")]
+    alone = of_generate({"prompt": "a", "multi_modal_data": {"image": one}, "multi_modal_uuids": {"image": "a"}})
+    assert [found.source.uuid for found in alone.media] == ["a"]
+    part = {"type": "image_pil", "image_pil": one, "uuid": "a"}
+    _, chat = media.of_messages([{"role": "user", "content": [part, {**part, "image_pil": None}]}], b"", SPEC)
+    assert [(found.value, found.source.uuid) for found in chat] == [(one, "a"), (None, "a")]
+
+
+@pytest.mark.parametrize(
+    ("data", "uuids", "words"),
+    [
+        ({"image": None}, None, "None needs a name"),
+        ({"image": [picture(), None]}, {"image": ["a", None]}, "None needs a name"),
+        ({"image": [picture()]}, {"image": ["a", "b"]}, "2 names for 1 items"),
+        ({"image": picture()}, {"image": [7]}, "uuid must be a text"),
+        ({"image": picture()}, {"image": "a" * 300}, "uuid must be a text"),
+        ({"image": picture()}, {"video": ["a"]}, "the modalities of"),
+        ({"image": picture()}, ["a"], "must be a dict"),
+    ],
+)
+def test_names_that_are_none(data: dict[str, Any], uuids: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        of_generate({"prompt": "a", "multi_modal_data": data, "multi_modal_uuids": uuids})
 
 
 def test_options_that_no_message_can_have_are_named() -> None:
