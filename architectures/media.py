@@ -1,6 +1,7 @@
-"""What a model takes beside text, images and sounds, read from the config.json of the whole model: its text part is text_part.py's."""
+"""What a model takes beside text, images, videos and sounds: by the config.json of the whole model. Its text part is text_part.py's."""
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from meshlm.architectures.config_values import shown
@@ -10,7 +11,7 @@ from meshlm.protocol.media_spec import MediaSpec
 
 
 class _Family(NamedTuple):
-    """A model whose images or sounds are served, by its architecture."""
+    """A model whose images, videos or sounds are served, by its architecture."""
 
     placeholder: int | None  # of images, where config.json names none; None: it sees none
     section: tuple[int, ...] = ()  # M-RoPE: frequencies by axis, where config.json has none; (0,): it must have them
@@ -21,19 +22,22 @@ class _Family(NamedTuple):
     as_said: tuple[
         str, ...
     ] = ()  # uncut where use_bidirectional_attention is "vision"; (its value, where it is missing)
+    video: int | None = None  # the placeholder of videos, where config.json names none; None: it takes none ...
+    video_as_images: bool = False  # ... but that a video's vectors take the places of tokens of images
+    timed: bool = False  # is_timed
     audio: int | None = None  # the placeholder of sounds, where config.json names none; None: it hears none
 
 
 _FAMILIES = {
-    "Qwen2VLForConditionalGeneration": _Family(151655, (0,)),
-    "Qwen2_5_VLForConditionalGeneration": _Family(151655, (0,)),
-    "Qwen3VLForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True),
-    "Qwen3VLMoeForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True),
-    "Qwen3_5ForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True),
-    "Qwen3_5MoeForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True),
+    "Qwen2VLForConditionalGeneration": _Family(151655, (0,), video=151656),
+    "Qwen2_5_VLForConditionalGeneration": _Family(151655, (0,), timed=True, video=151656),
+    "Qwen3VLForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True, video=151656),
+    "Qwen3VLMoeForConditionalGeneration": _Family(151655, (24, 20, 20), interleaved=True, deepstack=True, video=151656),
+    "Qwen3_5ForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True, video=248057),
+    "Qwen3_5MoeForConditionalGeneration": _Family(248056, (11, 11, 10), interleaved=True, video=248057),
     "LlavaForConditionalGeneration": _Family(32000),
     "LlavaNextForConditionalGeneration": _Family(32000),
-    "LlavaOnevisionForConditionalGeneration": _Family(151646),
+    "LlavaOnevisionForConditionalGeneration": _Family(151646, video=151647),
     "Gemma3ForConditionalGeneration": _Family(262144, uncut=True),
     "Gemma4ForConditionalGeneration": _Family(258880, in_windows=True, as_said=("",), audio=258881),
     "Gemma4UnifiedForConditionalGeneration": _Family(258880, as_said=("vision",), audio=258881),
@@ -48,7 +52,7 @@ _FAMILIES = {
     "Cohere2VisionForConditionalGeneration": _Family(255036),
     "Idefics3ForConditionalGeneration": _Family(128257),
     "SmolVLMForConditionalGeneration": _Family(128257),
-    "InternVLForConditionalGeneration": _Family(151667),
+    "InternVLForConditionalGeneration": _Family(151667, video_as_images=True),
     "Mistral3ForConditionalGeneration": _Family(10),
     "Qwen2AudioForConditionalGeneration": _Family(None, audio=151646),
     "AudioFlamingo3ForConditionalGeneration": _Family(None, audio=151669),
@@ -79,10 +83,11 @@ def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
         config=json.dumps(config),
         tower=str(next(iter(towers.values())).get("model_type") or config.get("model_type")),
         hidden_size=hidden_size,
-        placeholders=tuple((one, _placeholder(config, one, defaults[one])) for one in towers),
+        placeholders=_placeholders(config, family, towers),
         deepstack=len(indexes),
         mrope_section=_section(config, family),
         mrope_interleaved=family.interleaved,
+        is_timed=family.timed,
         is_uncut=family.uncut or _says_uncut(config, family),
         uncut_in_windows=family.in_windows,
     )
@@ -91,6 +96,19 @@ def media_spec(config: dict[str, Any], hidden_size: int) -> MediaSpec | None:
 def _says_uncut(config: dict[str, Any], family: _Family) -> bool:
     text = config.get("text_config") or {}
     return any(text.get("use_bidirectional_attention", missing) == "vision" for missing in family.as_said)
+
+
+def _placeholders(
+    config: dict[str, Any], family: _Family, modalities: Iterable[Modality]
+) -> tuple[tuple[Modality, int], ...]:
+    """By modality: of what the towers are for; and of videos, which the tower of images encodes."""
+    defaults = {Modality.IMAGE: family.placeholder, Modality.AUDIO: family.audio}
+    found = {one: _placeholder(config, one, defaults[one]) for one in modalities}
+    if Modality.IMAGE in found and family.video_as_images:
+        found[Modality.VIDEO] = found[Modality.IMAGE]
+    elif Modality.IMAGE in found and family.video is not None:
+        found[Modality.VIDEO] = _placeholder(config, Modality.VIDEO, family.video)
+    return tuple(found.items())
 
 
 def _placeholder(config: dict[str, Any], modality: Modality, default: int | None) -> int:

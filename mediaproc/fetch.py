@@ -19,7 +19,7 @@ from meshlm.protocol.config import MediaConfig
 from meshlm.protocol.wire.ids import ErrorKind
 
 PIECE = 1 << 16
-HEADERS = {"User-Agent": "meshlm", "Accept": "image/*", "Connection": "close"}
+HEADERS = {"User-Agent": "meshlm", "Accept": "image/*, video/*, audio/*", "Connection": "close"}
 PRIVATE = "leads to this host or to a private network (--allow-private-media-addresses)"
 
 

@@ -12,6 +12,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from meshlm.mediaproc.addresses import refused
 
 FORMATS = ("JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF")
+BROKEN = (OSError, ValueError, SyntaxError, LookupError, TypeError, ArithmeticError, AttributeError)
+"""What Pillow's readers raise for damaged files."""
 Image.init()
 NAMES = "JPEG, PNG, GIF, WebP, BMP and TIFF"
 # As opened -> 8 bits a channel. 16-bit greys are scaled by hand: Pillow would cut them off at 255.
@@ -28,11 +30,10 @@ def decoded(data: bytes, max_pixels: int, background: tuple[int, int, int]) -> I
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check(image, max_pixels)
                 image.load()
-                return _rgb(ImageOps.exif_transpose(image), background)
+                return as_rgb(ImageOps.exif_transpose(image), background)
         except UnidentifiedImageError:
             raise refused(f"is no image that can be read; {NAMES} can") from None
-        except (OSError, ValueError, SyntaxError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
-            # Pillow's readers raise all of these for damaged files
+        except BROKEN as error:
             raise refused(f"the image cannot be decoded: {error}"[:300]) from None
 
 
@@ -50,7 +51,8 @@ def _check(image: Image.Image, max_pixels: int) -> None:
         raise refused(f"images of mode {image.mode} are not read; convert it to 8 bits a channel")
 
 
-def _rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+def as_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """8 bits a channel. background: the colour behind what is transparent."""
     if image.mode in GREYS_16 or image.mode == "I":
         grey = np.asarray(image).astype(np.int64)
         return Image.fromarray((grey.clip(0, 0xFFFF) >> 8).astype(np.uint8)).convert("RGB")

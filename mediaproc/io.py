@@ -37,6 +37,8 @@ from meshlm.mediaproc.events import (
     Skipped,
 )
 from meshlm.mediaproc.making import Order, Outcome, Settings
+from meshlm.mediaproc.sampling import Sampling
+from meshlm.mediaproc.video_limits import VideoLimits
 from meshlm.protocol.audio import SAMPLE_RATE
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.counts import Counted, ProcessCounts
@@ -62,7 +64,7 @@ PART = ".part"
 OWNER = "run_dir"  # supervisor/processes/shared_folders.py reads it
 NEEDED = {  # packages by what they are for, each with the extra that has it
     Modality.IMAGE: {"PIL": "media", "transformers": "media"},
-    Modality.VIDEO: {"PIL": "media", "transformers": "media"},
+    Modality.VIDEO: {"av": "audio", "PIL": "media", "transformers": "media"},
     Modality.AUDIO: {"av": "audio", "transformers": "media"},
 }
 NAMES = {Modality.IMAGE: "images", Modality.VIDEO: "videos", Modality.AUDIO: "sounds"}
@@ -70,7 +72,7 @@ NAMED_BY = ("processor_config.json", "preprocessor_config.json")
 LIBRARY_BYTES = 1024 * MIB  # of address space: what the libraries and a processor take beside an image's pixels
 BYTES_A_PIXEL = 16  # as decoded, converted, turned and resized
 BYTES_A_SAMPLE = 64  # as decoded, joined, and as its share of a spectrogram
-CPU_S, WALL_S = 30.0, 120.0
+CPU_S, VIDEO_CPU_S, WALL_S = 30.0, 60.0, 120.0
 CPU_SHARE = 0.05  # of one core: so much more for each second that a clip may have
 TRIES = 2  # of a file whose child died for no reason of its own
 NICENESS = 5  # texts go first
@@ -292,6 +294,9 @@ def _limits_of(modality: Modality, config: MeshConfig) -> Limits:
     """Of the child that makes an item."""
     media, cpu_s = config.media, CPU_S
     content = BYTES_A_PIXEL * media.max_image_pixels
+    if modality is Modality.VIDEO:
+        content += BYTES_A_PIXEL * media.max_video_pixels
+        cpu_s = VIDEO_CPU_S
     if modality is Modality.AUDIO:
         content = BYTES_A_SAMPLE * SAMPLE_RATE * config.server.max_audio_seconds
         cpu_s += CPU_SHARE * config.server.max_audio_seconds
@@ -318,6 +323,8 @@ def _settings(config: MeshConfig, max_file_bytes: int) -> Settings:
     resolved, media = config.require_resolved(), config.media
     assert resolved.spec.media is not None
     kwargs = msgspec.json.decode(media.mm_processor_kwargs)
+    options = media.io_options("video")
+    asked = {name: options[name] for name in ("num_frames", "fps") if name in options}
     return Settings(
         folder=resolved.model_path,
         spec=resolved.spec.media,
@@ -326,4 +333,9 @@ def _settings(config: MeshConfig, max_file_bytes: int) -> Settings:
         max_pixels=media.max_image_pixels,
         max_audio_seconds=config.server.max_audio_seconds,
         max_file_bytes=max_file_bytes,
+        max_model_len=resolved.max_model_len,
+        video=VideoLimits(
+            media.max_video_seconds, media.max_video_frames, media.max_video_pixels, media.max_image_pixels
+        ),
+        sampling=Sampling(**asked, is_given=bool(asked)),
     )

@@ -6,6 +6,7 @@
 import errno
 import resource
 import warnings
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from msgspec import Struct
 
 from meshlm.mediaproc.addresses import Refused, refused
 from meshlm.mediaproc.events import TOO_LARGE, Refusal
+from meshlm.mediaproc.sampling import Sampling
+from meshlm.mediaproc.video_limits import VideoLimits
 from meshlm.protocol.media import MediaItem, Modality
 from meshlm.protocol.media_spec import MediaSpec
 from meshlm.protocol.wire.ids import ErrorKind
@@ -29,6 +32,9 @@ class Settings(Struct, frozen=True):
     max_pixels: int
     max_audio_seconds: float
     max_file_bytes: int
+    video: VideoLimits
+    max_model_len: int
+    sampling: Sampling
 
 
 class Order(Struct, frozen=True):
@@ -66,7 +72,7 @@ class _Maker:
         from meshlm.mediaproc.processors import Processor  # with torch and transformers: here alone
 
         self._settings = settings
-        self._processor = Processor(settings.folder, settings.spec, settings.kwargs)
+        self._processor = Processor(settings.folder, settings.spec, settings.kwargs, settings.max_model_len)
 
     def __call__(self, job: bytes) -> bytes:
         try:
@@ -79,7 +85,7 @@ class _Maker:
         most = settings.max_file_bytes
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
         kwargs = msgspec.json.decode(order.kwargs_json, type=dict[str, Any]) if order.kwargs_json else {}
-        item, tensors = self._processor.made(order.modality, self._decoded(order), kwargs)
+        item, tensors = self._processor.made(order.modality, self._decoded(order, kwargs), kwargs)
         try:
             with open(order.part, "xb") as file:
                 for place, tensor in zip(item.tensors, tensors):
@@ -93,16 +99,22 @@ class _Maker:
             raise Refused(Refusal(text, ErrorKind.OVERLOADED)) from None
         return Outcome(item, size)
 
-    def _decoded(self, order: Order) -> Any:
+    def _decoded(self, order: Order, kwargs: dict[str, Any]) -> Any:
         """What the processor takes: each modality has a reader. Refused."""
+        settings = self._settings
         match order.modality:
             case Modality.IMAGE:
                 from meshlm.mediaproc import images  # with Pillow
 
-                return images.decoded(order.data, self._settings.max_pixels, self._settings.background)
+                return images.decoded(order.data, settings.max_pixels, settings.background)
+            case Modality.VIDEO:
+                from meshlm.mediaproc import videos  # with PyAV and Pillow
+
+                sample = partial(self._processor.indices, asked=settings.sampling, kwargs=kwargs)
+                return videos.decoded(order.data, settings.video, sample)
             case Modality.AUDIO:
                 from meshlm.mediaproc import sounds  # with PyAV
 
-                return sounds.decoded(order.data, *self._processor.longest_clip(self._settings.max_audio_seconds))
+                return sounds.decoded(order.data, *self._processor.longest_clip(settings.max_audio_seconds))
             case _:
                 raise refused(f"{order.modality} is not read")

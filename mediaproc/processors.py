@@ -6,12 +6,16 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import numpy as np
+import torch
 import transformers
 from numpy.typing import NDArray
-from transformers import AutoProcessor
+from transformers import CONFIG_MAPPING, AutoProcessor
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+from transformers.video_utils import VideoMetadata
 
+from meshlm.mediaproc import sampling, video_limits, video_processors, videos
 from meshlm.mediaproc.addresses import refused
 from meshlm.mediaproc.windows import takes_windows, windowed
 from meshlm.protocol.audio import SAMPLE_RATE
@@ -32,11 +36,20 @@ class Called(NamedTuple):
 
 
 ALIGNMENT = 64
-OF_TEXT = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of the processor's outputs
+OF_TEXT = (
+    "input_ids",
+    "attention_mask",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "video_metadata",
+)  # of the processor's outputs
 VIDEO = "video_processor"
+MAX_LEN = 1 << 20  # tokens
+SAMPLING = ("num_frames", "fps")  # options
 CALLED = {  # by modality, how the processor's attributes and arguments have it
     Modality.IMAGE: Called("image_token", "images", "image_processor", "image_grid_thw"),
     Modality.AUDIO: Called("audio_token", "audio", "feature_extractor", ""),
+    Modality.VIDEO: Called("video_token", "videos", "video_processor", "video_grid_thw"),
 }
 NAMED_IN = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
@@ -51,9 +64,9 @@ class MadeItem(NamedTuple):
 class Processor:
     """The processor of the model in `folder`."""
 
-    def __init__(self, folder: str, spec: MediaSpec, kwargs: dict[str, Any]) -> None:
+    def __init__(self, folder: str, spec: MediaSpec, kwargs: dict[str, Any], max_model_len: int = MAX_LEN) -> None:
         transformers.logging.set_verbosity_error()
-        self._spec, self._kwargs = spec, kwargs
+        self._spec, self._kwargs, self._max_model_len = spec, kwargs, max_model_len
         self._processor = _loaded(folder)
         self._tokenizer = self._processor.tokenizer
         self._valid = self._known_kwargs()
@@ -64,12 +77,14 @@ class Processor:
         ):
             raise refused(f"the model hears {rate} samples a second; only {SAMPLE_RATE} are supported")
 
-    def _known_kwargs(self) -> frozenset[str] | None:
+    def _known_kwargs(self) -> dict[Modality, frozenset[str] | None]:
         """Names of mm_processor_kwargs; None: the processor does not say. What makes features of sounds has none."""
-        if Modality.IMAGE not in self._spec.modalities:
-            return frozenset()
-        found = getattr(self._processor.image_processor, "valid_kwargs", None)
-        return None if found is None else frozenset(found.__annotations__)
+        found: dict[Modality, frozenset[str] | None] = {Modality.AUDIO: frozenset()}
+        for one in self._spec.modalities:
+            if one is not Modality.AUDIO:
+                named = getattr(getattr(self._processor, CALLED[one].processor, None), "valid_kwargs", None)
+                found[one] = None if named is None else frozenset(named.__annotations__)
+        return found
 
     def longest_clip(self, max_seconds: float) -> tuple[float, str]:
         """The seconds that a clip may have, and what says so. A processor would cut off the rest and say nothing."""
@@ -86,16 +101,60 @@ class Processor:
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
         """Refused for a name that the processor does not know: it would be without effect."""
         for name in kwargs:
-            if self._valid is not None and name not in self._valid:
+            if all(valid is not None and name not in valid for valid in self._valid.values()):
                 raise refused(f"mm_processor_kwargs: {name[:60]} is nothing that this model's processor knows")
+
+    def _own(self, modality: Modality, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The options that are for this modality. Those of sampling are taken before a frame is decoded."""
+        given, valid = {**self._kwargs, **kwargs}, self._valid[modality]
+        known = {name: value for name, value in given.items() if valid is None or name in valid}
+        return {name: value for name, value in known.items() if name not in SAMPLING}
+
+    def indices(self, facts: video_limits.VideoFacts, asked: sampling.Sampling, kwargs: dict[str, Any]) -> list[int]:
+        """The frames of a video that the model is given: as the processor's options say, as the server's flag says (asked), as the
+        processor does by itself; else as vLLM does by itself. Refused."""
+        processor = getattr(self._processor, VIDEO, None)
+        if processor is None:
+            raise refused("this model's processor takes no videos")
+        given = {**self._kwargs, **kwargs}
+        wanted = {name: given[name] for name in SAMPLING if given.get(name) is not None}
+        if not wanted and (asked.is_given or not processor.do_sample_frames):
+            return asked.indices(facts)
+        try:
+            found = processor.sample_frames(_metadata(facts), **wanted)
+        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:
+            raise refused(f"the model's processor cannot sample the video: {error}"[:300]) from None
+        return [int(one) for one in found]
+
+    def _of_clip(self, clip: videos.Clip) -> tuple[NDArray[np.uint8], dict[str, Any]]:
+        """The frames and what the processor is told of them. Where they are fewer than are merged along time, the last one stays."""
+        missing = max(0, getattr(self._processor.video_processor, "temporal_patch_size", 1) - len(clip.frames))
+        frames = np.concatenate((clip.frames, *[clip.frames[-1:]] * missing)) if missing else clip.frames
+        metadata = _metadata(clip.facts, [*clip.indices, *clip.indices[-1:] * missing])
+        return frames, {"video_metadata": [metadata], "do_sample_frames": False}
+
+    def _times(self, tensors: dict[str, NDArray[Any]]) -> tuple[int, ...]:
+        """The frames' positions of M-RoPE, where these go by seconds (Qwen2.5-VL). Refused."""
+        if (found := tensors.get("second_per_grid_ts")) is None:
+            return ()
+        values = msgspec.json.decode(self._spec.config)
+        vision = CONFIG_MAPPING[values["model_type"]].from_dict(values).vision_config
+        interval = vision.tokens_per_second * torch.from_numpy(found.reshape(-1))[0]
+        times = tuple((torch.arange(int(tensors["video_grid_thw"].reshape(-1)[0])) * interval).long().tolist())
+        if times[-1] >= self._max_model_len:
+            text = f"the video's last frame is at position {times[-1]}; less than {self._max_model_len} is taken"
+            raise refused(f"{text} (--max-model-len)")
+        return times
 
     def made(self, modality: Modality, content: Any, kwargs: dict[str, Any]) -> MadeItem:
         """content: as the modality's reader gives it. Refused for what the processor does not take."""
         self.check_kwargs(kwargs)
-        called = CALLED[modality]
+        called, more = CALLED[modality], dict[str, Any]()
+        if isinstance(content, videos.Clip):
+            content, more = self._of_clip(content)
         placeholder = str(getattr(self._processor, called.token))
-        own = {"sampling_rate": SAMPLE_RATE} if modality is Modality.AUDIO else {**self._kwargs, **kwargs}
-        options = {**own, "add_special_tokens": False, "return_tensors": "pt"}
+        own = {"sampling_rate": SAMPLE_RATE} if modality is Modality.AUDIO else self._own(modality, kwargs)
+        options = {**own, **more, "add_special_tokens": False, "return_tensors": "pt"}
         try:
             if takes_windows(self._processor):
                 made = self._of_windows(content)
@@ -124,6 +183,7 @@ class Processor:
             placeholder=int(self._tokenizer.convert_tokens_to_ids(placeholder)),
             before=self._text(ids[:first]),
             after=self._text(ids[last:]),
+            times=self._times(tensors),
         )
         return MadeItem(item, list(tensors.values()))
 
@@ -150,6 +210,17 @@ class Processor:
         return frames, rows // merged, columns // merged
 
 
+def _metadata(facts: video_limits.VideoFacts, indices: list[int] | None = None) -> VideoMetadata:
+    return VideoMetadata(
+        total_num_frames=facts.num_frames,
+        fps=facts.fps,
+        width=facts.width,
+        height=facts.height,
+        duration=facts.seconds,
+        frames_indices=indices,
+    )
+
+
 def _array(value: Any) -> NDArray[Any]:
     """A tensor as the numbers of MediaDType."""
     array = np.asarray(value)
@@ -170,11 +241,13 @@ def _digest(tensors: dict[str, NDArray[Any]], ids: list[int]) -> bytes:
 
 
 def _loaded(folder: str) -> Any:
-    """The processor, without its part for videos where that has no package."""
+    """The processor, with another part for videos where that has no package."""
     try:
         return AutoProcessor.from_pretrained(folder, local_files_only=True)
     except ImportError:  # its processor of videos needs torchvision
-        return _for_images(_class_of(folder)).from_pretrained(folder, local_files_only=True)
+        found = _for_images(_class_of(folder)).from_pretrained(folder, local_files_only=True)
+        setattr(found, VIDEO, video_processors.load_video_processor(folder))
+        return found
 
 
 def _class_of(folder: str) -> Any:

@@ -55,6 +55,9 @@ class MediaItem(Struct, frozen=True):
     placeholder: int = -1  # the token that a chat template writes for such an item, in whose place `replacement` comes
     before: str = ""  # text that the model's processor puts in front of the replacement ...
     after: str = ""  # ... and behind it
+    times: tuple[
+        int, ...
+    ] = ()  # of a video whose frames M-RoPE does not take one by one: the position of each, from 0 on
 
     @property
     def num_tokens(self) -> int:

@@ -19,6 +19,9 @@ class MediaSpec(Struct, frozen=True, kw_only=True):
     mrope_interleaved: bool = (
         False  # the three take turns from the first frequency on, instead of lying behind one another
     )
+    is_timed: bool = (
+        False  # M-RoPE takes a video's frames by their seconds, so a position may be higher than the prompt is long
+    )
     is_uncut: bool = False  # the vectors of an image attend to one another, so one step computes them
     uncut_in_windows: bool = False  # ... in layers with a window alone, and no further back than that reaches
 

@@ -23,7 +23,8 @@ class MediaConfig(Struct, frozen=True, kw_only=True):
     media_io_kwargs: Annotated[
         str,
         Meta(
-            description='how files are read, as JSON by modality: {"image": {"rgba_background_color": [255, 255, 255]}}'
+            description="how files are read, as JSON by modality: "
+            '{"image": {"rgba_background_color": [255, 255, 255]}, "video": {"num_frames": 32}}'
         ),
     ] = "{}"
     language_model_only: Annotated[bool, Meta(description="serve the text model alone: images are refused")] = False
@@ -38,14 +39,21 @@ class MediaConfig(Struct, frozen=True, kw_only=True):
         bool, Meta(description="URLs of requests may lead to this host and to private networks")
     ] = False
     mm_processor_cache_gb: Annotated[
-        float, Meta(gt=0, description="GiB of shared memory for images that are made ready, those in use included")
+        float, Meta(gt=0, description="GiB of shared memory for media that are made ready, those in use included")
     ] = 4.0
     max_media_bytes: Annotated[
-        int, Meta(ge=1024, description="bytes of one image's file, beyond which 400", extra={"bytes": True})
+        int, Meta(ge=1024, description="bytes of one file, beyond which 400", extra={"bytes": True})
     ] = 20 << 20
     max_image_pixels: Annotated[
-        int, Meta(ge=1, description="pixels of one image, whatever few bytes its file has, beyond which 400")
+        int, Meta(ge=1, description="pixels of one image or frame, whatever few bytes its file has, beyond which 400")
     ] = 64_000_000
+    max_video_seconds: Annotated[float, Meta(gt=0, description="seconds of one video, beyond which 400")] = 3600.0
+    max_video_frames: Annotated[
+        int, Meta(ge=1, description="frames of one video that the model is given, beyond which 400")
+    ] = 768
+    max_video_pixels: Annotated[
+        int, Meta(ge=1, description="pixels of these frames together, before they are resized, beyond which 400")
+    ] = 300_000_000
     media_fetch_timeout: Annotated[
         float, Meta(gt=0, description="seconds in which a URL must have answered, all of it")
     ] = 5.0
@@ -67,5 +75,8 @@ class MediaConfig(Struct, frozen=True, kw_only=True):
     @property
     def background(self) -> tuple[int, int, int]:
         """The colour behind what is transparent."""
-        given = msgspec.json.decode(self.media_io_kwargs, type=dict[str, dict[str, Any]])
-        return tuple(given.get("image", {}).get("rgba_background_color", (255, 255, 255)))
+        return tuple(self.io_options("image").get("rgba_background_color", (255, 255, 255)))
+
+    def io_options(self, modality: str) -> dict[str, Any]:
+        """How files of this modality are read."""
+        return msgspec.json.decode(self.media_io_kwargs, type=dict[str, dict[str, Any]]).get(modality, {})

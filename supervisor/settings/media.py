@@ -9,17 +9,32 @@ from msgspec.structs import replace
 
 from meshlm.protocol.config import MeshConfig
 from meshlm.protocol.media import Modality
+from meshlm.runtime.extras import how_to_install
 from meshlm.runtime.model_files.model_files import ModelFiles
 from meshlm.supervisor.settings.flag_rules import Facts
 from meshlm.supervisor.settings.rules import Rules
+
+IO_OPTIONS = {"image": ("rgba_background_color",), "video": ("num_frames", "fps")}
 
 
 def settled(config: MeshConfig, files: ModelFiles) -> tuple[ModelFiles, list[str]]:
     """The files of a model that takes only what its workers can encode, and what to tell the user."""
     why = _why_blind(config, files)
-    if files.spec.media is None or not why:
+    if files.spec.media is None:
         return files, []
+    if not why:
+        return _without_packages(files)
     return replace(files, spec=replace(files.spec, media=None)), [f"{files.path}: images are refused: {why}"]
+
+
+def _without_packages(files: ModelFiles) -> tuple[ModelFiles, list[str]]:
+    """Videos are read by PyAV."""
+    media = files.spec.media
+    if media is None or Modality.VIDEO not in media.modalities or find_spec("av") is not None:
+        return files, []
+    left = tuple(one for one in media.placeholders if one[0] is not Modality.VIDEO)
+    spec = replace(files.spec, media=replace(media, placeholders=left))
+    return replace(files, spec=spec), [f"{files.path}: videos are refused: {how_to_install('audio')}"]
 
 
 def _why_blind(config: MeshConfig, files: ModelFiles) -> str:
@@ -50,14 +65,13 @@ def rules(c: MeshConfig, f: Facts, *, pools: bool) -> Rules:
     yield why, "--mm-processor-kwargs", why
     media_io, why = _object(m.media_io_kwargs)
     yield why, "--media-io-kwargs", why
-    for kind, options in media_io.items():
-        yield kind != "image", f"--media-io-kwargs: {kind}", "only image is known"
-        for name in options if isinstance(options, dict) else ():
-            yield (
-                name != "rgba_background_color",
-                f"--media-io-kwargs: image.{name}",
-                "only rgba_background_color is known",
-            )
+    for name, options in media_io.items():
+        yield name not in IO_OPTIONS, f"--media-io-kwargs: {name}", f"only {' and '.join(IO_OPTIONS)} are known"
+        yield not isinstance(options, dict), f"--media-io-kwargs: {name}", "must be an object"
+        for option in options if isinstance(options, dict) else ():
+            known = IO_OPTIONS.get(name, ())
+            yield option not in known, f"--media-io-kwargs: {name}.{option}", f"only {' and '.join(known)} are known"
+    yield not _is_sampling(media_io), "--media-io-kwargs", "num_frames and fps of video must be numbers above 0, or -1"
     yield not _is_color(media_io), "--media-io-kwargs", "rgba_background_color must be three numbers from 0 to 255"
     path = m.allowed_local_media_path
     yield path and not Path(path).is_dir(), f"--allowed-local-media-path {path}", "there is no such folder"
@@ -78,6 +92,18 @@ def _object(given: str) -> tuple[dict[str, Any], str]:
         return {}, f"must be a JSON object: {error}"
 
 
+def _is_sampling(media_io: dict[str, Any]) -> bool:
+    given = _options(media_io, "video")
+    return isinstance(given.get("num_frames", 1), int) and all(
+        type(one) in (int, float) and (one > 0 or one == -1) for one in given.values()
+    )
+
+
+def _options(media_io: dict[str, Any], modality: str) -> dict[str, Any]:
+    found = media_io.get(modality)
+    return found if isinstance(found, dict) else {}
+
+
 def _is_color(media_io: dict[str, Any]) -> bool:
-    given = (media_io.get("image") or {}).get("rgba_background_color", [0, 0, 0])
+    given = _options(media_io, "image").get("rgba_background_color", [0, 0, 0])
     return isinstance(given, list) and len(given) == 3 and all(type(one) is int and 0 <= one <= 255 for one in given)

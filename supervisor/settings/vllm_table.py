@@ -142,7 +142,9 @@ NEEDLESS = {
 _ENCODERS = (
     "encoders of images are transformers' modules in the model's own dtype, whole on each rank; they have no settings"
 )
-_IMAGES_ALONE = "images are taken as files or URLs, each where its part stands (docs/media.md); nothing else is"
+_IMAGES_ALONE = (
+    "images and videos are taken as files or URLs, each where its part stands (docs/media.md); nothing else is"
+)
 _CLASSES = "the processes' code is MeshLM's own"
 _CONFIG = "serve a folder with the config.json that you want"
 _PREFILL = "--max-num-batched-tokens bounds what prompts may take of a step"

@@ -15,10 +15,12 @@ VOCAB = 400
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 FIRST_SPECIAL = 256
 IMAGE = FIRST_SPECIAL + SPECIAL.index("<|image_pad|>")
+VIDEO = IMAGE + 1
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEXT: dict[str, Any] = {
@@ -37,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
     "model_type": "qwen2_vl",
     "image_token_id": IMAGE,
-    "video_token_id": IMAGE + 1,
+    "video_token_id": VIDEO,
     "vision_start_token_id": IMAGE - 2,
     "text_config": TEXT,
     "vision_config": {**VISION, "spatial_merge_size": 2, "temporal_patch_size": 2},
@@ -71,7 +73,7 @@ def seeing_model(folder: Path) -> Path:
     files = {
         "config.json": CONFIG,
         "preprocessor_config.json": PROCESSOR,
-        "tokenizer_config.json": {**of_tokenizer, "image_token": "<|image_pad|>"},
+        "tokenizer_config.json": {**of_tokenizer, "image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
     }
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))

@@ -19,6 +19,8 @@ def features_of(model: Any, modality: Modality) -> Features:
         return _of_qwen2_audio(model)
     if modality is Modality.IMAGE and model.config.model_type == "llama4":
         return _of_llama4(model)
+    if modality is Modality.VIDEO and not hasattr(model, "get_video_features"):  # a video is a list of images
+        modality = Modality.IMAGE
     found: Features = getattr(model, f"get_{modality}_features")
     return _valid_of(found) if modality is Modality.AUDIO else found
 

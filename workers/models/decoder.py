@@ -176,7 +176,8 @@ class Decoder(nn.Module):
                 self.classifier.take(self.head.format.values(self.head))
             elif self.embed is not None:  # tied
                 self.classifier.take(self.embed.weight.data)
-        self.rope = rope_table(self.spec, self._max_len).to(device=device)
+        is_timed = self.spec.media is not None and self.spec.media.is_timed
+        self.rope = rope_table(self.spec, self._max_len * (1 + is_timed)).to(device=device)
         self._axes = axes_of(self.spec, self.rope)
         self.prepare_weights(self)
         attentions = [layer.attention for layer in self.layers if isinstance(layer, DecoderLayer)]

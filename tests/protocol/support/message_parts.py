@@ -60,6 +60,7 @@ MEDIA = media.Media(
             5,
             "\n",
             "\n\n",
+            (0,),
         ),
     )
 )
