@@ -146,11 +146,12 @@ def test_without_a_supervisor_all_serve_on_and_end_when_the_grace_is_over() -> N
 
 
 def test_the_next_start_takes_over_what_is_left_where_its_flags_are_the_same() -> None:
-    with serving(*FLAGS, "--standby-roles", "none", "--orphan-grace", "60", "--api-key", "a") as server:
+    with serving(*FLAGS, "--standby-roles", "coordinator", "--orphan-grace", "60", "--api-key", "a") as server:
+        until(lambda: bool(server.status()["standbys"]))  # seconds after all were told to outlive it
         server.process.kill()
         server.process.wait()
         own = ("--host", "127.0.0.1", "--port", str(server.port), "--run-dir", server.run_dir)
-        same = ("--standby-roles", "none", "--orphan-grace", "60", *own)
+        same = ("--standby-roles", "coordinator", "--orphan-grace", "60", *own)
         for flags, other in (
             ((*FLAGS, "--max-num-seqs", "7", *same, "--api-key", "a"), "--max-num-seqs was "),
             ((*FLAGS, *same, "--api-key", "b"), "the API's keys"),
