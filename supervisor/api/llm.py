@@ -94,8 +94,9 @@ class LLM:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt: text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}, which may have a "cache_salt",
-        and "multi_modal_data": {"image": Pillow's image, or a list, "audio": an array of samples, (array, rate), or a list}, in the
-        order of the model's placeholders in the text.
+        and "multi_modal_data": {"image": Pillow's image, or a list, "video": frames as an array or a list of images, (frames, what is
+        told of them), or a list of these, "audio": an array of samples, (array, rate), or a list}, in the order of the model's
+        placeholders in the text.
         Results in the order of the prompts. An output ends where the context does. Without sampling_params the model's own are taken.
         ValueError for bad input."""
         asked = self._adapted(self._asked(prompts, tokenization_kwargs, mm_processor_kwargs), lora_request)

@@ -21,10 +21,12 @@ from meshlm.runtime.errors import RequestError
 from meshlm.runtime.mesh import media_parts
 from meshlm.runtime.mesh.media_parts import Part, Reading
 from meshlm.supervisor.api.clips import Clip, clip_of
+from meshlm.supervisor.api.frames import Video, video_of, videos_of
 from meshlm.supervisor.errors import raised_as
 
 PILLOW = "image_pil"  # the type of a part with an image of Pillow, and its key; vLLM's
-TYPES = {**media_parts.URL_TYPES, PILLOW: Modality.IMAGE}
+VIDEO = "video"  # likewise with frames
+TYPES = {**media_parts.URL_TYPES, PILLOW: Modality.IMAGE, VIDEO: Modality.VIDEO}
 DATA, UUIDS = "multi_modal_data", "multi_modal_uuids"
 AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I")  # modes that a PNG keeps as they are
 LEVEL = 1  # of compression: it goes to a process of this host
@@ -45,6 +47,8 @@ class MediaInput(NamedTuple):
             return self.source
         if isinstance(self.value, Clip):
             return replace(self.source, data=self.value.wav())
+        if isinstance(self.value, Video):
+            return replace(self.source, data=self.value.data())
         return replace(self.source, data=_png(self.value, self.source.where))
 
 
@@ -61,12 +65,12 @@ def kwargs_json(*given: Mapping[str, Any] | None) -> bytes:
 
 
 def of_data(data: Mapping[str, Any], kwargs: bytes, uuids: Any = None) -> MediaInputs:
-    """The items of {"image": value, "audio": value}: one image of Pillow or one clip, or a list of them. uuids: their names, in the
-    same form; None in the place of an item is the one that had this name before. ValueError."""
+    """The items of {"image": value, "video": value, "audio": value}: one of each, or a list. uuids: their names, in the same form;
+    None in the place of an item is the one that had this name before. ValueError."""
     if not isinstance(uuids, Mapping | None) or (uuids and uuids.keys() - data.keys()):
         raise ValueError(f"a prompt's {UUIDS!r}: must be a dict with the modalities of {DATA!r}")
     found = list[MediaInput]()
-    for modality, read in ((Modality.IMAGE, _images), (Modality.AUDIO, _clips)):
+    for modality, read in ((Modality.IMAGE, _images), (Modality.VIDEO, _videos), (Modality.AUDIO, _clips)):
         if modality not in data:
             continue
         values = read(data[modality])
@@ -101,6 +105,13 @@ def _images(value: Any) -> list[Any]:
     return images
 
 
+def _videos(value: Any) -> list[Video | None]:
+    try:
+        return videos_of(value)
+    except ValueError as error:
+        raise ValueError(f"a prompt's {DATA!r}: 'video': {error}") from None
+
+
 def _clips(value: Any) -> list[Clip | None]:
     clips = value if isinstance(value, list) and not _are_numbers(value) else [value]
     return [None if one is None else clip_of(one) for one in clips]
@@ -117,6 +128,8 @@ def of_messages(
     values: list[Any] = []
 
     def read(part: Part) -> MediaSource:
+        if part.value["type"] == VIDEO:
+            return _of_frames(part, values)
         if part.value["type"] != PILLOW:
             values.append(None)
             return media_parts.source_of(part)
@@ -130,6 +143,15 @@ def of_messages(
 
     shown, sources = media_parts.of_messages(messages, Reading(spec, kwargs, read, TYPES))
     return shown, tuple(map(MediaInput, sources, values))
+
+
+def _of_frames(part: Part, values: list[Any]) -> MediaSource:
+    where = f"{part.where}.{VIDEO}"
+    try:
+        values.append(video_of(part.value.get(VIDEO)))
+    except ValueError as error:
+        raise media_parts.wrong(where, str(error)) from None
+    return MediaSource(part.modality, where, "messages", processor_kwargs_json=part.kwargs)
 
 
 class MediaReader:

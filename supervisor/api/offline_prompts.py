@@ -72,7 +72,7 @@ def of_generate(
         item = _of_both(item)
     if data := item.get("multi_modal_data"):
         rest = {name: value for name, value in item.items() if name != "multi_modal_data"}
-        if isinstance(data, Mapping) and data.keys() <= {"image", *(("audio",) if hears else ())}:
+        if isinstance(data, Mapping) and data.keys() <= {"image", "video", *(("audio",) if hears else ())}:
             return _of_media(rest, data, add_special_tokens, mm_processor_kwargs)
         return _of_audio(rest, data)
     for name, value in item.items():
@@ -123,7 +123,9 @@ def _of_media(
 def _of_audio(item: Mapping[str, Any], data: Any) -> Given:
     """An audio clip, and what stands before the text that is written of it, without special tokens that nobody named."""
     if not isinstance(data, Mapping) or data.keys() != {"audio"}:
-        raise ValueError("a prompt's 'multi_modal_data': must be a dict with 'image' or 'audio', and nothing else")
+        raise ValueError(
+            "a prompt's 'multi_modal_data': must be a dict with 'image', 'video' or 'audio', and nothing else"
+        )
     given = of_generate(item, add_special_tokens=False)
     if not isinstance(given.prompt, TextPrompt | TokenPrompt):
         raise ValueError("a prompt's 'multi_modal_data': goes with 'prompt' or 'prompt_token_ids'")

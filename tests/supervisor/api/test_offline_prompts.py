@@ -128,9 +128,15 @@ def test_sounds(item: object, given: Given) -> None:
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ({"prompt": "a", "multi_modal_data": {"video": 1}}, "must be a dict with 'image' or 'audio', and nothing else"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1, "audio": 1}}, "must be a dict with 'image' or 'audio', and"),
-        ({"prompt": "a", "multi_modal_data": [SAMPLES]}, "'multi_modal_data': must be a dict with 'image' or 'audio'"),
+        (
+            {"prompt": "a", "multi_modal_data": {"smell": 1}},
+            "must be a dict with 'image', 'video' or 'audio', and nothing else",
+        ),
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1, "audio": 1}},
+            "must be a dict with 'image', 'video' or 'audio', and",
+        ),
+        ({"prompt": "a", "multi_modal_data": [SAMPLES]}, "'multi_modal_data': must be a dict with 'image', 'video' or"),
         ({"prompt": "a", "multi_modal_data": {"audio": (SAMPLES, 8000)}}, "'audio': its rate is 8000"),
         ({"prompt": "a", "multi_modal_data": {"audio": SAMPLES[None]}}, "'audio': must be one channel"),
         ({"prompt": "a", "multi_modal_data": {"audio": SAMPLES[:0]}}, "'audio': must be one channel"),
