@@ -79,9 +79,11 @@ class Driver:
         tasks: dict[int, Pool] | None = None,
         audio: Sequence[Audio | Media] | None = None,
         adapters: dict[int, Adapter] | None = None,
+        most: int = 1024,
     ) -> None:
         """tasks: of the rows that want a vector instead of tokens. audio: of all rows. adapters: of the
-        rows that have one."""
+        rows that have one. most: tokens for which a row has blocks; the model's context, where that is shorter."""
+        self._most = most
         self._sounds, self._adapters = audio, adapters or {}
         self.engine, self.prompts, self.params, self.tasks = made, prompts, params, tasks or {}
         self.strict = False  # no step may wait for the device
@@ -98,7 +100,7 @@ class Driver:
             self._listen(made.head)
 
     def _row(self, row: int, tokens: list[int]) -> NewRow:
-        blocks = -(-1024 // self.engine.rows.block_size) * self.engine.rows.num_groups
+        blocks = -(-self._most // self.engine.rows.block_size) * self.engine.rows.num_groups
         own = np.arange(row * blocks, (row + 1) * blocks, dtype=np.int32)
         told = np.array(tokens, np.int32).tobytes()
         extras = ((self.tasks[row],) if row in self.tasks else (), () if self._sounds is None else (self._sounds[row],))
@@ -124,7 +126,7 @@ class Driver:
 
     def _spoil(self) -> None:
         size, groups = self.engine.rows.block_size, self.engine.rows.num_groups
-        blocks = -(-1024 // size)
+        blocks = -(-self._most // size)
         for row, computed in enumerate(self.computed):
             for group, spec in enumerate(self.engine.layout.specs):
                 unseen = range(spec.first_needed(size, computed))
