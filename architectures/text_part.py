@@ -64,10 +64,17 @@ _THINKER = "Qwen2_5OmniThinkerForConditionalGeneration"
 _SPEAKING = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 """Models that also speak. Their thinker reads, sees, hears and writes; what makes sound of that is not loaded."""
 _GLM: dict[str, Any] = {"partial_rotary_factor": 1.0, "head_dim": None, "rms_norm_eps": 1e-5}
+_QWEN2_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_attention_heads": 64, "num_key_value_heads": 8}
+_QWEN3_VL = {"rope_theta": 5e5, "max_position_embeddings": 128000, "head_dim": 128}
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "glm4v_text": _GLM | {"attention_bias": True},
-    "glm_ocr_text": _GLM | {"attention_bias": False},
-    "paddleocr_vl_text": {"head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen2_5_omni_text": {"rope_theta": 1e6, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "qwen3_vl_text": _QWEN3_VL,
+    "glm4v_text": _GLM | {"attention_bias": True, "max_position_embeddings": 32768},
+    "glm_ocr_text": _GLM | {"attention_bias": False, "num_attention_heads": 16, "num_key_value_heads": 8},
+    "paddleocr_vl_text": {"head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5}
+    | {"num_attention_heads": 16, "num_key_value_heads": 2},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65536},
     "qwen2": {  # the files of Qwen2-Audio leave these out
         "hidden_size": 4096,
@@ -75,7 +82,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
     },
-    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+    "qwen3_vl_moe_text": _QWEN3_VL
+    | {"norm_topk_prob": True, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts_per_tok": 4},
     "gemma4_unified_text": {
         "hidden_size_per_layer_input": 0,
         "sliding_window": 1024,

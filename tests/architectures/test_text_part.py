@@ -8,7 +8,7 @@ from model_folders import folder_with, resolve_model
 
 from meshlm.architectures.media import media_spec
 from meshlm.architectures.rope import rope_spec
-from meshlm.architectures.text_part import is_spoken, text_config, text_modules, text_tensor
+from meshlm.architectures.text_part import _ARCHITECTURES, _KINDS, is_spoken, text_config, text_modules, text_tensor
 from meshlm.protocol.media import Modality
 from meshlm.protocol.model import RopeSpec
 from meshlm.runtime.errors import ModelFilesError
@@ -65,7 +65,7 @@ def test_keys_of_the_text_model_may_stand_beside_the_others() -> None:
     assert found is not None
     assert found["architectures"] == ["Qwen2ForCausalLM"]
     assert found["model_type"] == "qwen2"
-    assert rope_spec(found) == RopeSpec(), "mRoPE is plain for text"
+    assert rope_spec(found) == RopeSpec(rope_theta=1e6), "mRoPE is plain for text"
     assert not [key for key in found if "vision" in key or "merge" in key]
     assert text_config(TEXT | {"architectures": ["MistralForCausalLM"]}) is None
 
@@ -164,3 +164,24 @@ def test_keys_that_qwen2_audio_leaves_out() -> None:
     found = text_config({"architectures": ["Qwen2AudioForConditionalGeneration"], "text_config": inner})
     assert found is not None
     assert (found["hidden_size"], found["num_hidden_layers"], found["num_key_value_heads"]) == (4096, 32, 32)
+
+
+SILENT = ("rms_norm_eps", "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim")
+SILENT += ("num_experts_per_tok", "partial_rotary_factor", "attention_bias", "norm_topk_prob")
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, model_type) in _KINDS.items() if kind != model_type])
+def test_missing_keys_have_the_values_of_the_text_models_own_class(kind: str) -> None:
+    """Where a wrong one would change answers in silence, since tensors have the same shapes."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    theirs, family = (CONFIG_MAPPING[name]().to_dict() for name in (kind, _KINDS[kind][1]))
+    outer = next(name for name, own in _ARCHITECTURES.items() if own == kind)
+    found = text_config({"architectures": [outer], "text_config": {"model_type": kind}})
+    assert found is not None
+    for name in SILENT:
+        own = theirs.get(name)
+        if own is not None and own != family.get(name):
+            assert found.get(name) == own, name
+    theta, of_family = ((one.get("rope_parameters") or {}).get("rope_theta") for one in (theirs, family))
+    assert found.get("rope_theta", of_family) == theta

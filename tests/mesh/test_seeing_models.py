@@ -104,4 +104,4 @@ def test_vectors_of_conversations_with_images_are_transformers_own(model: Seer) 
             assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
             vector = answers[0].json()["data"][0]["embedding"]
             expected = model.embedding(answers[1].json()["tokens"], *files)
-            assert vector == pytest.approx(expected, abs=1e-2 if files else 1e-3), "weights are large: last bits count"
+            assert vector == pytest.approx(expected, abs=2e-4)
