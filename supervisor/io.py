@@ -63,9 +63,10 @@ class Supervisor:
         self._incarnations = Incarnations(lambda: self.config, self._do)
         self._begun = False
         self._network: network.Head | network.Guest | None = None
-        is_guest = config.node is not None and bool(config.node.head)
-        if config.node is not None:
-            self._network = network.Guest(config, self) if is_guest else network.Head(config, self)
+        if is_guest := config.node is not None and bool(config.node.head):
+            self._network = network.Guest(config, self)
+        elif config.node is not None:
+            self._network = network.Head(config, self)
         self._ranks = Ranks(self, self._rolling, self._do, self._clock)
         self.recordings = Recordings(self._run_dir, self.linked, self.send, self._elsewhere, is_guest, self.operate)
         self.changed_settings: dict[str, str | int | float] = {}  # since the start, for nodes that join later
@@ -390,14 +391,7 @@ class Supervisor:
     def status(self) -> control.MeshStatus:
         """The state of all processes, the supervisor first."""
         return report.mesh_status(
-            self.config,
-            self._group.processes.values(),
-            self._incarnations,
-            self._network,
-            self._ranks.scaling,
-            self._beats,
+            self.config, self._group.processes.values(), self._incarnations, self._network, self._ranks.scaling, self._beats,
             self._mesh.sent() if self._mesh is not None else {},
-            was_ready=self.ready.is_set(),
-            now=self._clock(),
-            spares=self._succession.standbys(),
-        )
+            was_ready=self.ready.is_set(), now=self._clock(), spares=self._succession.standbys(),
+        )  # fmt: skip

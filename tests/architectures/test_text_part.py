@@ -166,7 +166,13 @@ def test_keys_that_qwen2_audio_leaves_out() -> None:
     assert (found["hidden_size"], found["num_hidden_layers"], found["num_key_value_heads"]) == (4096, 32, 32)
 
 
-SILENT = ("rms_norm_eps", "max_position_embeddings", "num_attention_heads", "num_key_value_heads", "head_dim")
+SILENT: tuple[str, ...] = (
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 SILENT += ("num_experts_per_tok", "partial_rotary_factor", "attention_bias", "norm_topk_prob")
 
 

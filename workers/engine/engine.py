@@ -2,8 +2,7 @@
 
 A step: its columns and what changes in the rows go to the device, then a CUDA graph of the padded batch size is replayed (inputs,
 model, sampling), or the same is launched one by one (compute.py). Sampled tokens are written behind their rows on the device, where
-the next step finds them, and go to the host behind a mark (pending.py). What differs between devices is injected: the kit of its
-kernels. Used by the stepper thread only (workers/io.py).
+the next step finds them, and go to the host behind a mark (pending.py). A device's kernels are injected. Of one thread.
 """
 
 import time
