@@ -45,6 +45,8 @@ class RequestReader:
                         return in_hand.holding(name, parse, request, raw)
                     async with self.reads_large:
                         return await asyncio.to_thread(in_hand.holding, name, parse, request, raw)
+                except RecursionError:  # a body that could just be decoded
+                    raise HttpError(400, "the body is nested too deeply") from None
                 except UnknownModel as error:
                     if is_last or not await self._backend.resolving.found(error.name, self._backend):
                         raise
