@@ -1,4 +1,4 @@
-"""Bodies that are nested about as deeply as the interpreter's stack allows, on each API: answered or refused, and never an exception."""
+"""Bodies nested about as deeply as the interpreter's stack allows, on each API: answered or refused, and never an exception."""
 
 import sys
 
