@@ -14,6 +14,7 @@ from typing import NoReturn
 from meshlm import __version__
 from meshlm.runtime.process.entry import import_structlog
 from meshlm.runtime.process.streams import complain, flush, json_from_here, open_closed
+from meshlm.supervisor.cli import habits
 from meshlm.supervisor.errors import StartError, UsageError
 from meshlm.supervisor.settings.config_file import expand
 from meshlm.supervisor.settings.flags import Setting, settings
@@ -56,7 +57,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def run(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     try:
-        typed = with_dashes(argv)
+        if not argv:
+            print(habits.FIRST_STEPS)
+            return 0
+        typed = with_dashes(habits.translated(argv))
         argv = with_json(expand(typed))
         if argv[:1] == ["serve"] and (word := asked_help(argv)) is not None:
             print("\n".join(flag_help_lines(word)))
