@@ -42,7 +42,7 @@ _FLAGS = {
     "--ssl-keyfile is its name here": "--ssl-key-file",
     "--ssl-certfile is its name here": "--ssl-cert-file",
     "--tensor-parallel-size says over how many GPUs layers are split": "--split-mode -sm --tensor-split -ts",
-    "the model stands behind serve: a folder, a .gguf file, or a name on the hub": "-m -hf -hfr --hf-repo --hf-file -hff --model-url -mu",
+    "the model stands behind serve: a folder, a file, a name on the hub": "-m -hf -hfr --hf-repo --hf-file -hff --model-url -mu",
     "all layers are on the GPU; --cpu-offload-gb leaves some to the host": "-ngl --n-gpu-layers --gpu-layers",
     "a request says max_tokens": "--n-predict --predict",
     "attention is always computed so": "--flash-attn -fa",

@@ -48,11 +48,8 @@ def test_commands_that_are_not_here_say_what_is(word: str, capsys: pytest.Captur
 
 
 def test_flags_of_others_say_ours() -> None:
-    ours = {setting.flag for setting in settings()} | {
-        short
-        for setting in settings()
-        if (short := (setting.extra.get("short") if hasattr(setting, "extra") else None))
-    }
+    ours = {setting.flag for setting in settings()}
+    ours |= {(setting.meta.extra or {}).get("short", "") for setting in settings() if setting.meta is not None}
     assert not ours & set(habits.FLAGS)
     for flag, instead in habits.FLAGS.items():
         with pytest.raises(UsageError, match=re.escape(f"{flag}; {instead}")):
