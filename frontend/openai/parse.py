@@ -248,7 +248,7 @@ def _parsed(
     text = sampling_params.text_params(request, truncation, mesh.text.keep_special_tokens)
     if request.use_beam_search:
         sampling_params.check_beams(request, resolved, text)
-    others: Extras = *sampling_params.drafting(request, resolved), *sampling_params.transfer(request, resolved)
+    others = sampling_params.extras(request, resolved)
     extras: Extras = (*(() if grammar is None else (grammar,)), *breakers_of(sampling), *others)
     mesh = mesh._replace(
         prompts=prompts,

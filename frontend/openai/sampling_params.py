@@ -11,6 +11,7 @@ from meshlm.protocol import kv_transfer, samplers
 from meshlm.protocol.config import Resolved
 from meshlm.protocol.drafting import NAME, Drafting, drafting_of
 from meshlm.protocol.edges.text import TextParams
+from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
 
 MAX_ID_DIGITS = 10
@@ -76,16 +77,20 @@ def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
     return given
 
 
-def drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
-    """What the request says of the tokens that are drafted for it."""
+def extras(request: Common, resolved: Resolved) -> Extras:
+    """What the request says of the tokens that are drafted for it, and of the KV of its prompt."""
+    return *_drafting(request, resolved), *_transfer(request, resolved)
+
+
+def _drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
     try:
         return drafting_of(request.num_speculative_tokens, resolved.num_speculative_tokens)
     except ValueError as error:
         raise field_error(NAME, str(error)) from None
 
 
-def transfer(request: Common, resolved: Resolved) -> tuple[kv_transfer.KVTransfer, ...]:
-    """What the request says of the KV of its prompt. HttpError where its answer could not tell whom it was left to."""
+def _transfer(request: Common, resolved: Resolved) -> tuple[kv_transfer.KVTransfer, ...]:
+    """HttpError where its answer could not tell whom the KV was left to."""
     try:
         found = kv_transfer.transfer_of(
             request.kv_transfer_params, has_connector=resolved.transfers_kv, hosts=resolved.kv_remote_hosts
