@@ -9,7 +9,7 @@ from meshlm.frontend.http.errors import field_error
 from meshlm.frontend.openai.schema import MAX_BAD_WORDS, MAX_STOP_LENGTH, MAX_STOP_STRINGS, Common
 from meshlm.protocol import kv_transfer, samplers
 from meshlm.protocol.config import Resolved
-from meshlm.protocol.drafting import NAME, Drafting, drafting_of
+from meshlm.protocol.drafting import NAME, drafting_of
 from meshlm.protocol.edges.text import TextParams
 from meshlm.protocol.extras import Extras
 from meshlm.protocol.sampling import RepetitionDetection, SamplingParams
@@ -79,14 +79,11 @@ def _extra_args(given: dict[str, Any], resolved: Resolved) -> dict[str, Any]:
 
 def extras(request: Common, resolved: Resolved) -> Extras:
     """What the request says of the tokens that are drafted for it, and of the KV of its prompt."""
-    return *_drafting(request, resolved), *_transfer(request, resolved)
-
-
-def _drafting(request: Common, resolved: Resolved) -> tuple[Drafting, ...]:
     try:
-        return drafting_of(request.num_speculative_tokens, resolved.num_speculative_tokens)
+        drafting = drafting_of(request.num_speculative_tokens, resolved.num_speculative_tokens)
     except ValueError as error:
         raise field_error(NAME, str(error)) from None
+    return *drafting, *_transfer(request, resolved)
 
 
 def _transfer(request: Common, resolved: Resolved) -> tuple[kv_transfer.KVTransfer, ...]:
