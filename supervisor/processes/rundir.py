@@ -106,10 +106,16 @@ def private(wanted: Path) -> Path:
     wanted.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = wanted.parent.resolve() / wanted.name
     _check_way(path)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    check_private(path)
-    return path
+    while True:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        try:
+            check_private(path)
+        except StartError:
+            if os.path.lexists(path):
+                raise
+            continue  # the mesh that had it has just removed it
+        return path
 
 
 def _locked(path: Path) -> int:

@@ -164,7 +164,7 @@ def gemma4_processor(name: str, *, patch: int, pooling: int) -> Callable[[Any], 
     def made(words: Any) -> Any:
         from transformers.models.gemma4 import image_processing_pil_gemma4 as own
 
-        setattr(own, "_SUPPORTED_SOFT_TOKENS", (14,))  # noqa: B010 - it takes 70 at the least
+        setattr(own, "_SUPPORTED_SOFT_TOKENS", (14, 280))  # noqa: B010 - it takes 70 at the least
         images = own.Gemma4ImageProcessorPil(patch_size=patch, pooling_kernel_size=pooling, max_soft_tokens=14)
         return without_video(name)(None, images, words, None)
 
