@@ -15,7 +15,7 @@ PROGRAMS = sorted(path.name for path in (ROOT / "tests" / "clients").glob("with_
 # Made by the Makefile.
 PYTHON = ROOT / ".venv-clients" / "bin" / "python"
 WITH_ITS_OWN = {"with_aiperf.py": ROOT / ".venv-aiperf" / "bin" / "python"}
-LIMIT_S = 100
+LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")

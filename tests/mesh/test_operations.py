@@ -92,7 +92,7 @@ def test_drain_lets_what_runs_finish_and_can_be_undone() -> None:
             running = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=300)
             until(lambda: any(p["phase"] == "1 requests" for p in server.status()["processes"]))
             drained = meshlm(server, "drain")
-            answer = running.result(timeout=1)
+            answer = running.result(timeout=30)
         assert drained.stdout.splitlines() == ["draining: 1 requests are open", "drained: no request is open"]
         assert answer.json()["choices"][0]["token_ids"] == reference([5, 6], 100)
         refused = httpx.post(f"{server.url}/v1/completions", json=body)

@@ -23,6 +23,7 @@ from meshlm.supervisor.processes import state_file
 
 pytestmark = pytest.mark.mesh
 FLAGS = ("--device", "fake", "--fake-step-ms", "20", "--max-model-len", "4096")
+SPARES = ("--standby-roles", "detokenizer", "coordinator", "supervisor")
 
 
 def spare(server: Serving) -> int:
@@ -66,7 +67,7 @@ def runs(pid: int) -> bool:
 
 def test_the_standby_follows_a_supervisor_that_is_killed() -> None:
     """Alone; together with a worker; and the next one too. What was added by hand stays, and the last one ends all in good order."""
-    with serving(*FLAGS) as server:
+    with serving(*FLAGS, *SPARES) as server:
         command = [MESHLM, "launch", "detokenizer", "--run-dir", server.run_dir]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as launched:
             try:
@@ -97,7 +98,7 @@ def test_the_standby_follows_a_supervisor_that_is_killed() -> None:
 
 
 def test_a_standby_that_is_killed_is_replaced_and_a_second_mesh_is_refused() -> None:
-    with serving(*FLAGS) as server:
+    with serving(*FLAGS, *SPARES) as server:
         until(lambda: bool(spare(server)))
         kill(old := spare(server))
         until(lambda: spare(server) not in (0, old))
@@ -130,7 +131,7 @@ def kill_both(server: Serving) -> list[int]:
 
 def test_without_a_supervisor_all_serve_on_and_end_when_the_grace_is_over() -> None:
     """Those that are stopped too. Nothing is left: no process, port or file."""
-    with serving(*FLAGS, "--orphan-grace", "3", "--drain-timeout", "1") as server:
+    with serving(*FLAGS, "--orphan-grace", "3", "--drain-timeout", "1", *SPARES) as server:
         others = kill_both(server)
         assert httpx.get(f"{server.url}/health").status_code == 200, "they serve"
         outline = state_file.outline(Path(server.run_dir))

@@ -22,6 +22,8 @@ from meshlm.supervisor.processes import state_file
 
 MESHLM = str(Path(sys.executable).parent / "meshlm")
 START_LIMIT_S = 90
+SPARES = "--standby-roles"
+FEW_SPARES = (SPARES, "detokenizer", "coordinator")  # no supervisor's: its start costs a second of a core for each mesh
 
 
 class Serving:
@@ -43,6 +45,7 @@ class Serving:
                 "--run-dir",
                 self.run_dir,
                 *flags,
+                *(FEW_SPARES if command == ("serve",) and SPARES not in flags else ()),
             ],
             stderr=subprocess.PIPE,
             text=True,
