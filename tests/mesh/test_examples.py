@@ -17,8 +17,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGES = [
     page
     for page in sorted((EXAMPLES.parent / "docs" / "api").glob("*.md"))
-    # test_vectors.py and test_grpc.py run two, another test below the third; the first needs a speech-to-text model; clients/with_ollama.py does
-    # as the last says.
+    # test_vectors.py and test_grpc.py run two, another test below the third; the first needs a speech-to-text model;
+    # clients/with_ollama.py does as the last says.
     if page.name not in ("audio.md", "embeddings.md", "grpc.md", "python.md", "ollama.md")
 ]
 
